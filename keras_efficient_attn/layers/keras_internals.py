@@ -244,6 +244,19 @@ def forget_compiled(model):
             setattr(model, name, None)
 
 
+def without_autocast():
+    """A scope in which variables keep their dtype."""
+    return functools.reduce(require, ("src", "backend", "AutocastScope"), keras)(None)
+
+
+def implicit_mask(x):
+    """The mask that Keras keeps with a tensor, or `None`.
+
+    Keras gives it to `mask` of a layer only if the call has no other tensors.
+    """
+    return functools.reduce(require, ("src", "backend", "get_keras_mask"), keras)(x)
+
+
 def update_variables(model):
     """Gives a model's variables the values that a running `fit` has on JAX."""
     if BACKEND == "jax":

@@ -303,6 +303,7 @@ class EfficientTransformerBackbone(
         memory=None,
         memory_padding_mask=None,
         padding_mask=None,
+        training=None,
     ):
         """Reads a segment of a sequence, down to a single token.
 
@@ -316,6 +317,7 @@ class EfficientTransformerBackbone(
             memory_padding_mask: Optional `(batch, memory_length)`, 0 at padding.
             padding_mask: Optional `(batch, length)`, 0 at padding, anywhere in a row:
                 rows may read segments of different lengths.
+            training: Whether to apply dropout and let layers learn in their calls.
 
         Returns:
             `(hidden, state)`: `(batch, length, hidden_dim)`, and the new state, in
@@ -332,7 +334,10 @@ class EfficientTransformerBackbone(
                 f"{memory is not None}"
             )
         x, embedding_state = self.embedding(
-            token_ids, padding_mask=padding_mask, state=state["embedding"]
+            token_ids,
+            padding_mask=padding_mask,
+            state=state["embedding"],
+            training=training,
         )
         x, decoder_state = self.decoder(
             x,
@@ -340,6 +345,7 @@ class EfficientTransformerBackbone(
             memory=memory,
             memory_padding_mask=memory_padding_mask,
             state=state["decoder"],
+            training=training,
         )
         return x, {"embedding": embedding_state, "decoder": decoder_state}
 

@@ -124,7 +124,7 @@ class TransformerXL(TaskWrapper):
             ]
         memory = _pack(empty, iter(memory))
         backbone = self.language_model.backbone
-        hidden, new_memory = backbone.stream(tokens, memory)
+        hidden, new_memory = backbone.stream(tokens, memory, training=training)
         logits = backbone.token_embedding(hidden, reverse=True)
         before, after = list(_leaves(memory)), list(_leaves(new_memory))
         # Every later segment would read what overflowed: such a row keeps its memory.

@@ -108,6 +108,27 @@ def test_rematerialised_layers_know_their_one_sequence(name):
     np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_rematerialised_layers_pass_gradients_through_a_state():
+    layer, x = get_attention("linear", num_heads=2, key_dim=4, seed=1), inputs()
+    with keras.RematScope(mode="full"):
+        again = get_attention("linear", num_heads=2, key_dim=4, seed=1)
+    for each in (layer, again):
+        each.build(x.shape, x.shape)
+    again.set_weights(layer.get_weights())
+
+    def loss(layer, x):
+        state = layer.get_initial_state(len(x))
+        for part in (x[:, :2], x[:, 2:]):
+            output, state = layer(part, part, use_causal_mask=True, state=state)
+        return ops.sum(ops.square(output))
+
+    expected, received = (
+        gradients(lambda x, layer=each: loss(layer, x), x)[0] for each in (layer, again)
+    )
+    assert np.abs(expected[:, :2]).max() > 1e-3
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("identifier", "message"),
     [

@@ -5,7 +5,12 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn import AdaptiveSpan, PerformerAttention, VQAttention
+from keras_efficient_attn import (
+    AdaptiveSpan,
+    LinearAttention,
+    PerformerAttention,
+    VQAttention,
+)
 from tests.autodiff import compile_step, gradient_function, to_numpy
 from tests.contract.cases import DIM, LENGTH
 
@@ -140,6 +145,30 @@ def test_a_segment_says_whether_its_document_goes_on(causal_case):
     for document, (row, positions) in enumerate(places_of(ids, mask)):
         wanted = expected[document, : len(positions)]
         np.testing.assert_allclose(output[row, positions], wanted, **TOLERANCE)
+
+
+@pytest.mark.once_a_layer
+def test_positions_that_ask_nothing_stay_keys_in_a_segment(causal_case):
+    """As in a call without a state."""
+    layer = built(causal_case)
+    x = np.random.default_rng(2).normal(size=(2, LENGTH, DIM)).astype("float32")
+    asks = np.random.default_rng(3).random((2, LENGTH)) > 0.4
+    state = layer.get_initial_state(2, LENGTH if layer.state_grows else None)
+    options = dict(query_mask=asks, use_causal_mask=True)
+    expected = to_numpy(layer(x, x, **options))
+    ids = np.zeros((2, LENGTH), "int32")
+    found, _ = layer(x, x, state=state, document_ids=ids, **options)
+    np.testing.assert_allclose(to_numpy(found)[asks], expected[asks], **TOLERANCE)
+
+
+def test_a_segment_with_outputs_of_several_axes():
+    layer = LinearAttention(2, 4, output_shape=(3, 4))
+    x, ids, _ = packed_inputs(5)
+    x, ids = np.nan_to_num(x), ids - ids[:, :1]
+    expected = to_numpy(layer(x, x, document_ids=ids, use_causal_mask=True))
+    state = layer.get_initial_state(len(x))
+    found, _ = layer(x, x, document_ids=ids, use_causal_mask=True, state=state)
+    np.testing.assert_allclose(to_numpy(found), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,25 @@ def test_fit_carries_the_memory_and_starts_epochs_afresh(backend):
     assert np.abs(noisy - quiet).max() > 1e-3
 
 
+def test_fit_trains_with_dropout_and_codes():
+    """Each trainer tells the layers that it trains; JAX's does so by `call` alone."""
+    attention = "vq:num_codes=4,window=2"
+    model = make_model(attention=attention, dropout=0.5, num_layers=1)
+    model.compile(
+        keras.optimizers.SGD(0.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    text, codes = tokens(LENGTH + 1), model.language_model.backbone.decoder.blocks[0]
+    before = [to_numpy(v) for v in codes.attention.non_trainable_variables]
+    batch = text[:, :-1], text[:, 1:]
+    tested = model.evaluate(*batch, batch_size=BATCH, verbose=0)
+    history = model.fit(*batch, batch_size=BATCH, verbose=0).history
+    assert abs(history["loss"][0] - tested) > 1e-3
+    after = [to_numpy(v) for v in codes.attention.non_trainable_variables]
+    pairs = zip(before, after, strict=True)
+    assert sum(not np.array_equal(*pair) for pair in pairs) > 1
+
+
 def test_a_row_that_overflows_keeps_its_memory():
     model = make_model(memory_length=12, num_layers=1)
     table = model.language_model.backbone.token_embedding.embeddings

@@ -125,7 +125,7 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
             name="halting",
         )
         self.supports_masking = not self.is_cell
-        self._step_takes_mask = "mask" in inspect.signature(step.call).parameters
+        self._step_takes = frozenset(inspect.signature(step.call).parameters)
 
     def build(self, input_shape):
         if self.is_cell:
@@ -156,11 +156,12 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
                 "`states` needs a `step` that is the cell of an RNN. Received: "
                 f"step={self.step!r}"
             )
-        running, options = ops.ones_like(inputs[..., 0], dtype="bool"), {}
+        running = ops.ones_like(inputs[..., 0], dtype="bool")
+        options = {"training": training} if "training" in self._step_takes else {}
         if mask is not None:
             running = ops.logical_and(running, ops.cast(mask, "bool"))
             inputs = ops.where(running[..., None], inputs, ops.zeros_like(inputs))
-            if self._step_takes_mask:
+            if "mask" in self._step_takes:
                 options["mask"] = running
         output, ponder = self.halting.ponder(
             lambda n, state: self.step(state, **options),
@@ -210,7 +211,7 @@ class AdaptiveComputationTime(ReplicaLosses, keras.layers.Layer):
             0.
         """
         options = {}
-        if "training" in inspect.signature(self.step.call).parameters:
+        if "training" in self._step_takes:
             options["training"] = bool(training)
 
         def step(n, state):

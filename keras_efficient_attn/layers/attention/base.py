@@ -333,8 +333,6 @@ class EfficientAttention(
 
     def _build_projections(self, query_shape, value_shape, key_shape):
         if set(self._projected_heads) == {self._num_heads}:
-            # Keras derives the axis only once, while building.
-            self._attention_axes = None
             super().build(query_shape, value_shape, key_shape)
         else:
             self._build_grouped_projections(query_shape, value_shape, key_shape)
@@ -369,6 +367,12 @@ class EfficientAttention(
         )
         self._output_dense.build((*query_shape[:-1], self._num_heads, self._value_dim))
 
+    def _build_attention(self, rank):
+        # Its input may be too large for half precision: sums that a norm follows.
+        self._dropout_layer = keras.layers.Dropout(
+            self._dropout, seed=self.seed, dtype=self.state_dtype
+        )
+
     def _projection_to(self, name, shape, heads, dim):
         projection = keras.layers.EinsumDense(
             "abc,cde->abde",
@@ -384,6 +388,14 @@ class EfficientAttention(
         """A copy, with its own seed, of the projections' kernel initializer."""
         initializer = self._kernel_initializer
         return initializer.__class__.from_config(initializer.get_config())
+
+    def add_weight(self, *args, autocast=False, **kwargs):
+        """As of any layer; the weights keep their dtype under a mixed policy.
+
+        In a model they do so anyway: Keras casts those of a layer with `autocast=False`
+        only if nothing around it calls it.
+        """
+        return super().add_weight(*args, autocast=autocast, **kwargs)
 
     @property
     def attention_axes(self):
@@ -411,14 +423,14 @@ class EfficientAttention(
         """
         if self._learns:
             return layer_call
-        given = {**dict(enumerate(args)), **kwargs}
-        tensors = {id(x): x for x in given.values() if ops.is_tensor(x)}
+        given = [*args, *kwargs.values()]
+        tensors = {id(x): x for x in keras.tree.flatten(given) if ops.is_tensor(x)}
 
         def call(*tensors_inside):
             inside = dict(zip(tensors, tensors_inside, strict=True))
-            found = {name: inside.get(id(x), x) for name, x in given.items()}
-            positional = [found.pop(index) for index in range(len(args))]
-            return layer_call(*positional, **found)
+            found = keras.tree.map_structure(lambda x: inside.get(id(x), x), given)
+            named = zip(kwargs, found[len(args) :], strict=True)
+            return layer_call(*found[: len(args)], **dict(named))
 
         function = super().rematerialized_call(call, *args, **kwargs)
         return lambda *args, **kwargs: function(*tensors.values())
@@ -654,7 +666,7 @@ class EfficientAttention(
 
     def _check_inputs(self, inputs, masks, state):
         """Checks that shapes agree; returns the `SequenceAxes` of the inputs."""
-        query, _, key = inputs
+        query, value, key = inputs
         axes = self._axes_of(len(query.shape))
         for name, x in zip(("query", "value", "key"), inputs, strict=True):
             if len(x.shape) != axes.rank:
@@ -662,6 +674,11 @@ class EfficientAttention(
                     f"The ranks of `query` and `{name}` must be equal. Received: "
                     f"{name}.shape={tuple(x.shape)}, query.shape={tuple(query.shape)}"
                 )
+        if key is not value and not may_agree(key.shape[1:-1], value.shape[1:-1]):
+            raise ValueError(
+                "`key` and `value` must have the same length. Received: "
+                f"key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
+            )
         names = ("query_mask", "value_mask", "key_mask")
         for name, mask, x in zip(names, masks, inputs, strict=False):
             if mask is not None and not may_agree(mask.shape, x.shape[:-1]):

@@ -326,7 +326,6 @@ class RandomFeatures(FeatureMap):
             dtype=wide_dtype(layer.variable_dtype),
             trainable=False,
             # Not cast to the compute dtype: assignments have to reach the variable.
-            autocast=False,
         )
         return (projection,)
 
@@ -566,7 +565,6 @@ class HedgehogFeatures(FeatureMap):
                 name=f"{side}_feature_kernel",
                 shape=(layer.num_heads, layer.key_dim, layer.key_dim),
                 initializer=identity,
-                autocast=False,
             )
             for side in ("query", "key")
         )
@@ -641,7 +639,6 @@ class ProjectedFeatures(FeatureMap):
                         name=f"{side}_projected_{name}",
                         shape=shape,
                         initializer=initializer,
-                        autocast=False,
                     )
                     weights.append(weight)
         return tuple(weights)
@@ -726,7 +723,6 @@ class LearnedFeatures(FeatureMap):
                 name=name,
                 shape=(heads, *shape),
                 initializer=initializer,
-                autocast=False,
             )
 
         half = keras.initializers.Constant(0.5)

@@ -189,7 +189,6 @@ class FourierAttention(EfficientAttention):
             shape=shapes[self.radius_per],
             initializer=keras.initializers.Constant(math.log(self._first_radius)),
             dtype=dtype,
-            autocast=False,
         )
         if not self.linear:
             return
@@ -203,7 +202,6 @@ class FourierAttention(EfficientAttention):
             ),
             dtype=dtype,
             trainable=False,
-            autocast=False,
         )
 
     @property

@@ -192,7 +192,6 @@ class ReformerLSHAttention(EfficientAttention):
             initializer=keras.initializers.RandomNormal(stddev=1.0, seed=self.seed),
             dtype=wide_dtype(self.variable_dtype),
             trainable=False,
-            autocast=False,
         )
 
     def state_spec(self, batch_size, max_length):

@@ -154,10 +154,7 @@ class StreamingState:
                 "segments of one document each. Received: training=True"
             )
         number = document_numbers(ids)
-        exists = None
-        for mask in (call.query_mask, call.key_mask):
-            if mask is not None:
-                exists = mask if exists is None else ops.logical_and(exists, mask)
+        mask = call.key_mask
         spec = self.state_spec(1, 1)
 
         def attend(index, output, state):
@@ -170,17 +167,19 @@ class StreamingState:
                 new[name] = ops.where(rows, ops.cast(initial, x.dtype), x)
             part, state = self.call(
                 *inputs,
-                key_mask=own if exists is None else ops.logical_and(own, exists),
+                query_mask=call.query_mask,
+                key_mask=own if mask is None else ops.logical_and(own, mask),
                 training=call.training,
                 use_causal_mask=True,
                 state=new,
                 **options,
             )
-            output = ops.where(own[..., None], ops.cast(part, output.dtype), output)
+            own = ops.reshape(own, (*own.shape, *[1] * (len(output.shape) - 2)))
+            output = ops.where(own, ops.cast(part, output.dtype), output)
             return index + 1, output, state
 
         shape = self.compute_output_shape(*(x.shape for x in inputs))
-        output = ops.zeros((*shape_of(inputs[0])[:2], shape[-1]), self.compute_dtype)
+        output = ops.zeros((*shape_of(inputs[0])[:2], *shape[2:]), self.compute_dtype)
         loop = 0, output, self._as_own_state(call.state)
         last = ops.max(number, initial=0)
         if is_traced(last):

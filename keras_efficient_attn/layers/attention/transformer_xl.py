@@ -61,6 +61,7 @@ class PositionBiases(keras.layers.Layer):
                 name=name,
                 shape=(self.num_heads, self.key_dim),
                 initializer=keras.initializers.RandomNormal(stddev=0.02),
+                autocast=False,
             )
             setattr(self, name, weight)
 

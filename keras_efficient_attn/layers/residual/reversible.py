@@ -12,6 +12,10 @@ from keras_efficient_attn.layers.arguments import (
     serialize_shared,
     spec_with_state,
 )
+from keras_efficient_attn.layers.keras_internals import (
+    implicit_mask,
+    without_autocast,
+)
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.checks import check_bool
 from keras_efficient_attn.ops.common.numerics import wide_dtype
@@ -99,8 +103,8 @@ class ReversibleBlock(ReplicaLosses, keras.layers.Layer):
             build_layer(layer, input_shape[0], stream_dtype(self))
 
     def call(self, inputs, mask=None, state=None, training=None):
+        mask = implicit_mask(inputs[1]) if mask is None else _mask_of_f(mask)
         x1, x2 = (ops.cast(x, stream_dtype(self)) for x in inputs)
-        mask = _mask_of_f(mask)
         if state is None:
             return _run(self, [self], x1, x2, mask, None, training)
         streams, (state,) = _run(self, [self], x1, x2, mask, [state], training)
@@ -245,6 +249,7 @@ class ReversibleStack(ReplicaLosses, keras.layers.Layer):
         }
 
     def call(self, x, mask=None, state=None, training=None):
+        mask = implicit_mask(x) if mask is None else mask
         x = ops.cast(x, stream_dtype(self))
         names = [f"block_{i}" for i in range(len(self.blocks))]
         states = None if state is None else [state[name] for name in names]
@@ -395,14 +400,12 @@ def reversible_residuals(owner, sublayers, x1, x2):
                 states.add(others),
             )
         )
-    y1, y2, losses, updates = reversible_chain(
-        halves,
-        x1,
-        x2,
-        [ops.convert_to_tensor(variable) for variable in parameters.items],
-        [ops.convert_to_tensor(variable) for variable in states.items],
-        [ops.convert_to_tensor(tensor) for tensor in tensors.items],
-    )
+    with without_autocast():
+        given = [
+            [ops.convert_to_tensor(x) for x in found.items]
+            for found in (parameters, states, tensors)
+        ]
+    y1, y2, losses, updates = reversible_chain(halves, x1, x2, *given)
     for index, value in updates.items():
         states.items[index].assign(value)
     for loss in losses:
@@ -417,7 +420,8 @@ def _pure_function(sublayer, trainable, others, chosen):
         values = zip((*trainable, *others), (*parameters, *states), strict=True)
         scope = keras.StatelessScope(list(values), collect_losses=True)
         before = [scope.get_current_value(variable) for variable in others]
-        with scope:
+        # The second run is outside of all scopes.
+        with scope, without_autocast():
             own_tensors = (tensors[i] for i in chosen)
             y, _ = sublayer.call(
                 x, **dict(zip(sublayer.tensors, own_tensors, strict=True))

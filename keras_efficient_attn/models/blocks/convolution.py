@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments, spec_with_state
 from keras_efficient_attn.layers.attention.masks import zero_masked
+from keras_efficient_attn.layers.keras_internals import implicit_mask
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.blocks.feed_forward import (
     get_activation,
@@ -84,6 +85,7 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
         )
 
     def call(self, x, mask=None, state=None, document_ids=None):
+        mask = implicit_mask(x) if mask is None else mask
         order = None if mask is None else RowOrder.of(mask)
         if order is not None:
             x = zero_masked(order.to_front(x), order.exists)
@@ -199,6 +201,7 @@ class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
     def call(self, x, mask=None, state=None, document_ids=None):
         if state is not None and not self.causal:
             raise ValueError("`state` needs causal=True. Received: causal=False")
+        mask = implicit_mask(x) if mask is None else mask
         before = {"x": None, "hidden": None} if state is None else state
         order = None if mask is None else RowOrder.of(mask)
         lengths = None if state is None else row_lengths(mask)

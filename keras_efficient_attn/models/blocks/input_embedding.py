@@ -1,6 +1,7 @@
 """Maps tokens to vectors."""
 
 import dataclasses
+import inspect
 import math
 
 import keras
@@ -247,6 +248,8 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
             adds = layer is self.positions
             received = x if adds else token_ids
             options = {}
+            if "training" in inspect.signature(layer.call).parameters:
+                options["training"] = training
             if order is not None and (adds or layer.supports_masking):
                 options["mask"] = order.exists
             if adds and document_ids is not None:
@@ -262,7 +265,7 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
         return x if state is None else (x, new_state)
 
     def _check_feature(self, layer, order, options):
-        if order is not None and not options:
+        if order is not None and "mask" not in options:
             raise ValueError(
                 "With `state`, rows of different lengths need `features` that support "
                 "masking: set `supports_masking`, and take `mask` in `call`. Received: "

@@ -9,6 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import spec_with_state
+from keras_efficient_attn.layers.keras_internals import implicit_mask
 from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
@@ -88,7 +89,8 @@ class Positions(keras.layers.Layer):
             index = Documents.of(document_ids, order).position
             index = index if order is None else order.to_places(index)
             return self.embed(x, index + self.first_position(x, training)), None
-        if self.max_length is not None:
+        # Segments of a stream may end with padding beyond the last position.
+        if self.max_length is not None and state is None:
             check_length(x, self.max_length)
         index = ops.arange(length, dtype="int32")[None]
         if mask is not None:
@@ -108,6 +110,7 @@ class Positions(keras.layers.Layer):
         raise NotImplementedError
 
     def call(self, x, mask=None, state=None, training=None, document_ids=None):
+        mask = implicit_mask(x) if mask is None else mask
         signal, new_state = self.signal(x, mask, state, training, document_ids)
         return x + signal if state is None else (x + signal, new_state)
 

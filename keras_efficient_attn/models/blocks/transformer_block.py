@@ -1,9 +1,11 @@
 """A Transformer block: attention, cross-attention and a feed-forward network."""
 
 import keras
+from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments, spec_with_state
 from keras_efficient_attn.layers.attention.base import EfficientAttention
+from keras_efficient_attn.layers.keras_internals import implicit_mask
 from keras_efficient_attn.layers.options import check_name
 from keras_efficient_attn.layers.residual.reversible import Sublayer
 from keras_efficient_attn.models.blocks.convolution import (
@@ -11,6 +13,9 @@ from keras_efficient_attn.models.blocks.convolution import (
 )
 from keras_efficient_attn.models.blocks.residual import RESIDUALS
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_number
+
+# The arguments of a block that are layers.
+LAYERS = ("attention", "feed_forward", "cross_attention", "convolution", "positions")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -47,6 +52,7 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
     Call arguments:
         x: `(batch, length, dim)`.
         padding_mask: Optional `(batch, length)`, false at padding, anywhere in a row.
+            Defaults to Keras' mask of `x`.
         memory: `(batch, memory_length, dim)`, for `cross_attention`.
         memory_padding_mask: Optional `(batch, memory_length)`.
         state: Optional, from `get_initial_state` or the previous segment's call.
@@ -59,8 +65,8 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
     Raises:
         TypeError: If `attention` is not an `EfficientAttention`.
         ValueError: For an unknown `residual` or `norm`; on a call, for a
-            `"reversible"` one, which has two streams, or for `document_ids` with a
-            `state`.
+            `"reversible"` one, which has two streams, for `document_ids` with a
+            `state`, or for a `memory` without `cross_attention` and the reverse.
 
     Example:
 
@@ -96,6 +102,7 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
     ):
         # autocast=False: a state stays float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
+        self.supports_masking = True
         if not isinstance(attention, EfficientAttention):
             raise TypeError(
                 "`attention` must be an `EfficientAttention`, such as "
@@ -139,13 +146,15 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             self.feed_forward_residual,
             self.feed_forward,
         ):
-            if layer is not None:
+            if layer is not None and not layer.built:
                 layer.build(x_shape)
-        self.attention.build(x_shape, x_shape)
+        if not self.attention.built:
+            self.attention.build(x_shape, x_shape)
         # Raise at build time, not on the first call.
         x = keras.KerasTensor(x_shape)
         self.attention.compute_output_spec(x, x, use_causal_mask=self.causal)
-        if self.cross_attention is not None:
+        if self.cross_attention is not None and not self.cross_attention.built:
+            self._check_memory(memory_shape)
             self.cross_attention.build(x_shape, memory_shape)
 
     def get_initial_state(self, batch_size, max_length=None, memory_length=None):
@@ -186,13 +195,17 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
                 "A block with residual='reversible' has two streams: call the "
                 "`TransformerStack` that it belongs to. Received: a call"
             )
+        self._check_memory(memory)
+        if padding_mask is None:
+            padding_mask = implicit_mask(x)
+        x = ops.cast(x, self.compute_dtype)
         rows = {"mask": padding_mask}
         if document_ids is not None:
             check_no_state(state)
             rows["document_ids"] = document_ids
         positions_state = {}
         if self.positions is not None:
-            x, positions_state = self._with_positions(x, rows, state)
+            x, positions_state = self._with_positions(x, rows, state, training)
         h, attention_state = self._attend(x, rows, state, training)
         x = self.attention_residual.after(x, h, training)
         if self.cross_attention is not None:
@@ -207,6 +220,15 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
         if state is None:
             return x
         return x, positions_state | attention_state | transition_state
+
+    def _check_memory(self, memory):
+        """Raises `ValueError` unless it is given where there is `cross_attention`."""
+        if (memory is None) != (self.cross_attention is None):
+            raise ValueError(
+                "`memory` must be given to a block with `cross_attention`, and only to "
+                f"one. Received: cross_attention={self.cross_attention!r}, memory "
+                f"given: {memory is not None}"
+            )
 
     def sublayers(
         self,
@@ -231,7 +253,7 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
         def attend(x, mask=None, **rows):
             rows, positions_state = {"mask": mask, **rows}, {}
             if self.positions is not None:
-                x, positions_state = self._with_positions(x, rows, state)
+                x, positions_state = self._with_positions(x, rows, state, training)
             h, new_state = self._attend(x, rows, state, training)
             h = self.attention_residual.drop(h, training)
             return h, positions_state | new_state
@@ -256,6 +278,8 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
 
         if document_ids is not None:
             check_no_state(state)
+        if self.cross_attention is not None:
+            self._check_memory(memory)
         rows = dict(mask=padding_mask, document_ids=document_ids)
         before = self.positions, self.attention_residual, self.convolution
         add(attend, *before, self.attention, **rows)
@@ -270,7 +294,8 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
             add(feed_forward, *layers, **(rows if self._convolves else {}))
         return sublayers
 
-    def _with_positions(self, x, rows, state):
+    def _with_positions(self, x, rows, state, training):
+        rows = {**rows, "training": training}
         if state is None:
             return self.positions(x, **rows), {}
         x, new_state = self.positions(x, **rows, state=state["positions"])
@@ -341,13 +366,11 @@ class TransformerBlock(KeepsArguments, keras.layers.Layer):
         return spec_with_state(output, state)
 
     def get_config(self):
-        layers = ("attention", "feed_forward", "cross_attention")
-        layers += ("convolution", "positions")
         return {
             **super().get_config(),
             **{
                 name: keras.saving.serialize_keras_object(getattr(self, name))
-                for name in layers
+                for name in LAYERS
             },
         }
 

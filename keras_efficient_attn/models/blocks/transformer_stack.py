@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import spec_with_state
+from keras_efficient_attn.layers.keras_internals import implicit_mask
 from keras_efficient_attn.layers.options import check_name
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.layers.residual.reversible import (
@@ -14,6 +15,7 @@ from keras_efficient_attn.layers.residual.reversible import (
     stream_dtype,
 )
 from keras_efficient_attn.models.blocks.residual import STREAMS, get_norm
+from keras_efficient_attn.models.blocks.transformer_block import LAYERS
 from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
 
 
@@ -67,9 +69,9 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
 
     Raises:
         ValueError: If `num_recurrences` is not a positive integer, there are no blocks,
-            only some of them are `"reversible"`, or `streams` is unknown or
-            `"concatenated"` for other residuals; on a call, for `return_layers` with
-            `state`.
+            a layer occurs in two of them, only some of them are `"reversible"`, or
+            `streams` is unknown or `"concatenated"` for other residuals; on a call, for
+            `return_layers` with `state`, or a `memory` that no block reads.
 
     Reference:
         - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819), on recurrence in
@@ -87,10 +89,11 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
     ):
         # autocast=False: a state keeps its float32 under a mixed policy.
         super().__init__(autocast=False, **kwargs)
+        self.supports_masking = True
         check_positive_int("num_recurrences", num_recurrences)
         check_bool("final_norm", final_norm, optional=True)
         self.blocks = list(blocks)
-        _check_residuals(self.blocks, streams)
+        _check_blocks(self.blocks, streams)
         self.num_recurrences = num_recurrences
         # Set by `UniversalTransformer` only.
         self.adaptive_computation = self.halting = None
@@ -129,7 +132,8 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
 
     def build(self, x_shape, memory_shape=None, **shapes):
         for block in self.blocks:
-            block.build(x_shape, memory_shape)
+            if not block.built:
+                block.build(x_shape, memory_shape)
         if self.final_norm is not None:
             self.final_norm.build((*x_shape[:-1], self._output_width(x_shape[-1])))
 
@@ -153,6 +157,12 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         document_ids=None,
     ):
         self._check_returns(state, return_layers, return_ponder)
+        if memory is not None and not any(map(_reads_memory, self.blocks)):
+            raise ValueError(
+                "`memory` needs blocks with `cross_attention`. Received: blocks without"
+            )
+        if padding_mask is None:
+            padding_mask = implicit_mask(x)
         inputs = dict(
             padding_mask=padding_mask,
             memory=memory,
@@ -211,13 +221,14 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         """Each block applied once, in recurrence n: the output, and `StackResults`."""
         new_state, layers = {}, []
         for i, block in enumerate(self.blocks):
+            given = {**inputs, "training": training}
+            if not _reads_memory(block):
+                given["memory"] = None
             if state is None:
-                x = block(x, **inputs, training=training)
+                x = block(x, **given)
             else:
                 name = _name(n, i)
-                x, new_state[name] = block(
-                    x, **inputs, state=state[name], training=training
-                )
+                x, new_state[name] = block(x, **given, state=state[name])
             if keep_layers:
                 layers.append(x)
         return x, StackResults(new_state, layers)
@@ -322,9 +333,16 @@ def _unbuilt(config):
     }
 
 
-def _check_residuals(blocks, streams):
-    """Raises `ValueError` for residuals that a stack cannot have."""
+def _check_blocks(blocks, streams):
+    """Raises `ValueError` for blocks or residuals that a stack cannot have."""
     kinds = list(dict.fromkeys(block.residual for block in blocks))
+    layers = [getattr(block, name) for block in blocks for name in LAYERS]
+    layers = [id(layer) for layer in (*blocks, *layers) if layer is not None]
+    if len(set(layers)) < len(layers):
+        raise ValueError(
+            "Each of `blocks` must have layers of its own; `num_recurrences` applies "
+            f"all blocks again. Received: blocks={blocks!r}"
+        )
     if not kinds or ("reversible" in kinds and len(kinds) > 1):
         raise ValueError(
             "`blocks` must be at least one block, and 'reversible' residuals cannot be "
@@ -336,6 +354,10 @@ def _check_residuals(blocks, streams):
             "`streams='concatenated'` needs blocks with residual='reversible', which "
             f"have two streams. Received: streams={streams!r}, residual={kinds[0]!r}"
         )
+
+
+def _reads_memory(block):
+    return block.cross_attention is not None
 
 
 def _share_weights(blocks):

@@ -319,6 +319,24 @@ def test_keras_masks_arrive():
     np.testing.assert_array_equal(to_numpy(ponder["steps"]) > 0, MASK)
 
 
+@pytest.mark.parametrize("mode", [None, "full"])
+def test_the_step_is_told_that_it_trains(mode, backend):
+    """A trainer of JAX calls `call` alone; rematerialised steps run outside of it."""
+    if mode and backend == "jax":
+        pytest.skip("Keras makes `training` a tracer, for its own dropout as well")
+    step = keras.Sequential([keras.layers.Dense(DIM), keras.layers.Dropout(0.9)])
+    with keras.RematScope(mode=mode):
+        layer = AdaptiveComputationTime(step, STEPS)
+    layer.build(inputs().shape)
+    values = [[v.value for v in layer.trainable_variables]]
+    values += [[v.value for v in layer.non_trainable_variables]]
+    plain, trained = (
+        to_numpy(layer.stateless_call(*values, inputs(), training=training)[0])
+        for training in (False, True)
+    )
+    assert np.mean(trained == 0) > 0.5 > np.mean(plain == 0)
+
+
 # Keras.
 
 

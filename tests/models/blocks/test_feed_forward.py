@@ -1,4 +1,4 @@
-"""Dropout inside the feed-forward network."""
+"""Dropout inside the feed-forward network, and blocks that are rebuilt."""
 
 import keras
 import numpy as np
@@ -10,6 +10,7 @@ from keras_efficient_attn.models import (
     EfficientTransformerBackbone,
     FeedForward,
     FeedForwardOptions,
+    PositionOptions,
 )
 from keras_efficient_attn.models.blocks import transformer_stack
 from tests.autodiff import to_numpy
@@ -37,7 +38,7 @@ def test_dropout_is_between_the_layers(gated):
 
 def trained_weights(**options):
     keras.utils.set_random_seed(0)
-    backbone = EfficientTransformerBackbone(
+    chosen = dict(
         vocabulary_size=11,
         num_layers=2,
         num_heads=2,
@@ -45,8 +46,8 @@ def trained_weights(**options):
         intermediate_dim=16,
         attention="local:window=3",
         residual="reversible",
-        feed_forward=FeedForwardOptions("relu", dropout=0.5, **options),
     )
+    backbone = EfficientTransformerBackbone(**{**chosen, **options})
     model = EfficientCausalLM(backbone)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(1.0), loss)
@@ -56,8 +57,17 @@ def trained_weights(**options):
     return [to_numpy(weight) for weight in model.trainable_weights]
 
 
-@pytest.mark.parametrize("options", [{}, dict(chunk_size=4)], ids=str)
-def test_reversible_blocks_rebuild_with_the_same_dropout(monkeypatch, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(feed_forward=FeedForwardOptions("relu", dropout=0.5)),
+        dict(feed_forward=FeedForwardOptions("relu", dropout=0.5, chunk_size=4)),
+        dict(positions=PositionOptions("sinusoidal", each_layer=True, max_offset=100)),
+        dict(attention="gated-delta", dtype="mixed_bfloat16"),
+    ],
+    ids=["dropout", "chunks", "offsets", "mixed-precision"],
+)
+def test_reversible_blocks_rebuild_what_they_computed(monkeypatch, options):
     """A step through rebuilt activations is that through activations that are kept."""
     rebuilt = trained_weights(**options)
     monkeypatch.setattr(

@@ -5,6 +5,7 @@ import pytest
 
 from keras_efficient_attn.models import (
     AxialPositions,
+    EfficientCausalLM,
     EfficientTransformerBackbone,
     LearnedPositions,
 )
@@ -101,6 +102,28 @@ def test_a_backbone_streams_with_them():
     )
     again = EfficientTransformerBackbone.from_config(backbone.get_config())
     assert again.count_params() == backbone.count_params()
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [dict(kind="learned", max_length=10), dict(kind="axial", shape=(2, 5))],
+    ids=lambda options: options["kind"],
+)
+def test_generation_to_the_last_position(positions):
+    """Prompts are read in segments that end with padding."""
+    model = EfficientCausalLM(
+        EfficientTransformerBackbone(11, 1, 2, 8, 16, positions=positions)
+    )
+    model.compile(sampler="greedy")
+    prompt = np.array([[3, 1, 4] + [0] * 7])
+    inputs = {"token_ids": prompt, "padding_mask": (prompt > 0).astype("int32")}
+    found = to_numpy(model.generate(inputs, stop_token_ids=None)["token_ids"])
+    known = prompt.copy()
+    for i in range(3, 10):
+        mask = (np.arange(10)[None] < i).astype("int32")
+        logits = to_numpy(model({"token_ids": known, "padding_mask": mask}))
+        known[0, i] = logits[0, i - 1].argmax()
+    np.testing.assert_array_equal(found, known)
 
 
 @pytest.mark.any_backend

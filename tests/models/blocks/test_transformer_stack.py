@@ -41,6 +41,69 @@ def reversible_block():
     )
 
 
+@pytest.mark.parametrize("residual", ["pre_norm", "post_norm", "reversible"])
+def test_masks_of_an_embedding_reach_all_blocks(residual):
+    tokens = np.array([[1, 2, 0, 3, 0], [0, 0, 4, 1, 2]])
+    x = keras.layers.Embedding(5, 8, mask_zero=True)(tokens)
+    stack = TransformerStack([block(residual), block(residual)])
+    expected = stack(to_numpy(x), padding_mask=tokens > 0)
+    found = stack(x)
+    np.testing.assert_allclose(to_numpy(found), to_numpy(expected), rtol=1e-5)
+    state = stack.get_initial_state(2)
+    (streamed, _) = stack(x, state=state)
+    kept = tokens > 0
+    np.testing.assert_allclose(
+        to_numpy(streamed)[kept], to_numpy(expected)[kept], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("residual", ["pre_norm", "post_norm"])
+def test_inputs_of_another_precision(residual):
+    wide = block(residual)
+    expected = to_numpy(wide(rows()))
+    np.testing.assert_allclose(to_numpy(wide(rows().astype("float64"))), expected)
+    half = block(residual, dtype="mixed_bfloat16")
+    dtype = keras.backend.standardize_dtype(half(rows()).dtype)
+    assert dtype == half.compute_output_spec(keras.KerasTensor((2, 5, 8))).dtype
+
+
+def test_layers_that_are_built_keep_their_weights():
+    attention, x = LinearAttention(2, 4), rows()
+    attention(x, x)
+    first = TransformerBlock(attention, FeedForward(8))
+    expected = to_numpy(first(x))
+    stack = TransformerStack([first], final_norm=False)
+    np.testing.assert_allclose(to_numpy(stack(x)), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.any_backend
+def test_layers_in_two_blocks_are_refused():
+    shared, again = FeedForward(8), block()
+    twice = [TransformerBlock(LinearAttention(2, 4), shared) for _ in range(2)]
+    for blocks in (twice, [again, again]):
+        with pytest.raises(ValueError, match="layers of its own.*Received: blocks="):
+            TransformerStack(blocks)
+
+
+@pytest.mark.any_backend
+def test_a_memory_goes_with_cross_attention():
+    reader = TransformerBlock(
+        LinearAttention(2, 4), FeedForward(8), cross_attention=SoftmaxAttention(2, 4)
+    )
+    reader.build((2, 5, 8), (2, 3, 8))
+    with pytest.raises(ValueError, match="`memory` must be given"):
+        reader(rows())
+    with pytest.raises(ValueError, match="cross_attention=None, memory given: True"):
+        block()(rows(), memory=rows())
+    with pytest.raises(ValueError, match="`memory` needs blocks"):
+        TransformerStack([block()])(rows(), memory=rows())
+    with pytest.raises(ValueError, match="`memory` must be given"):
+        TransformerStack([reversible_block()])(rows())
+    # Blocks without cross-attention do not read it.
+    both = TransformerStack([block(), reader])
+    assert both(rows(), memory=rows(3)).shape == (2, 5, 8)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_three_sublayers_update_two_streams_in_turns(training):
     stack = TransformerStack([reversible_block(), reversible_block()])
