@@ -88,7 +88,8 @@ class ChunkedFeedForward(KeepsArguments, keras.layers.Layer):
         build_layer(self.feed_forward, x_shape, self.compute_dtype)
         self._seeds = None
         if any(_is_seed(variable) for variable in self.feed_forward.variables):
-            self._seeds = keras.random.SeedGenerator()
+            # It counts the calls; the network's own seeds are in its variables.
+            self._seeds = keras.random.SeedGenerator(0)
 
     def call(self, x, training=None):
         length = shape_of(x)[1]
@@ -102,7 +103,7 @@ class ChunkedFeedForward(KeepsArguments, keras.layers.Layer):
         step = self._steps[bool(training)]
         xs = (pad_to(x, chunks * chunk_size),)
         if training and self._seeds is not None:
-            values = (*values, self._seeds.next())
+            values = (*values, self._seeds.next()[1])
             # The first position of a slice, as a float: steps read no integers.
             positions = ops.arange(chunks * chunk_size, dtype="float32")
             xs = (*xs, positions[None])
@@ -116,9 +117,9 @@ class ChunkedFeedForward(KeepsArguments, keras.layers.Layer):
             variables = self.feed_forward.variables
             values = list(values)
             if len(values) > len(variables):
-                seeds = values.pop()
+                calls = values.pop()
                 values = [
-                    _seeds_of_slice(value, seeds, x[1][0, 0])
+                    _seeds_of_slice(value, calls, x[1][0, 0])
                     if _is_seed(variable)
                     else value
                     for variable, value in zip(variables, values, strict=True)
@@ -167,18 +168,17 @@ def _is_seed(variable):
     return variable.name == "seed_generator_state"
 
 
-def _seeds_of_slice(state, seeds, position):
+def _seeds_of_slice(state, calls, position):
     """The state of a layer's random numbers in one slice.
 
     Args:
         state: `(2,)`, the layer's own, the same in all calls.
-        seeds: `(2,)`, of the call.
+        calls: The number of earlier calls.
         position: The first of the slice, a float.
     """
     dtype = keras.backend.standardize_dtype(state.dtype)
     # Integers wrap around.
-    first = state[0] + seeds[0] + CALL_MIXER * seeds[1]
-    first = first + SLICE_MIXER * ops.cast(position, dtype)
+    first = state[0] + CALL_MIXER * calls + SLICE_MIXER * ops.cast(position, dtype)
     return ops.stack([first, state[1]])
 
 
@@ -255,10 +255,14 @@ class ChunkedVocabularyLoss(KeepsArguments, keras.layers.Layer):
             )
 
     def logits(self, hidden):
-        """All logits, for prediction: `(batch, length, vocabulary_size)`."""
+        """All logits, for prediction: `(batch, length, vocabulary_size)`.
+
+        In float32 or wider, like the loss.
+        """
         logits = ops.cast(hidden, self.compute_dtype) @ ops.cast(
             self.kernel, self.compute_dtype
         )
+        logits = ops.cast(logits, wide_dtype(self.compute_dtype))
         return logits if self.bias is None else logits + self.bias
 
     def call(self, hidden, labels):

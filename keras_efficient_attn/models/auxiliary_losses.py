@@ -43,8 +43,9 @@ class AuxiliaryLosses(TaskWrapper):
     `CE[n, 1]` is the loss that this model is compiled with, on the model's own logits.
     The layers' losses stop in order, the lowest first; all except the last stop in the
     first half of training. Positions without a `k`-th token in the targets are ignored,
-    as at the end of a row and, with `document_ids`, of a document. `sample_weight`,
-    `(batch, length)` or `(batch, 1)`, counts as in Keras' losses.
+    as at the end of a row and, with `document_ids`, of a document. So are targets of
+    the `ignore_class` of the compiled loss. `sample_weight`, `(batch, length)` or
+    `(batch, 1)`, counts as in Keras' losses.
 
     The additional projections are used in training only: `evaluate` and `predict` use
     `model`, whose weights are trained in place. A loss that has stopped still costs its
@@ -110,9 +111,9 @@ class AuxiliaryLosses(TaskWrapper):
             )
         check_positive_int("total_steps", total_steps)
         check_positive_int("num_targets", num_targets)
-        if not is_number(target_weight) or not target_weight >= 0:
+        if not is_number(target_weight) or not 0 <= target_weight < float("inf"):
             raise ValueError(
-                "`target_weight` must be a number of at least 0. Received: "
+                "`target_weight` must be a finite number of at least 0. Received: "
                 f"target_weight={target_weight!r}"
             )
         self.model = model
@@ -199,9 +200,15 @@ class AuxiliaryLosses(TaskWrapper):
                 f"Sequences must have at least `num_targets` ({self.num_targets}) "
                 f"positions. Received: y.shape={tuple(y.shape)}"
             )
-        loss = super().compute_loss(x, y, y_pred["logits"], sample_weight, training)
         targets = self._targets(x, y, sample_weight)
+        if sample_weight is not None:
+            # On PyTorch Keras multiplies it by a mask, in place.
+            sample_weight = ops.copy(sample_weight)
+        loss = super().compute_loss(x, y, y_pred["logits"], sample_weight, training)
         step = ops.convert_to_tensor(self._training_step)
+        compiled_loss = keras.tree.flatten(self.loss)[0]
+        for head in self.heads:
+            head.ignore_class = getattr(compiled_loss, "ignore_class", None)
         heads = iter(self.heads)
         for i, hidden in enumerate(y_pred["layers"]):
             last = i == self._num_layers - 1
@@ -233,11 +240,14 @@ class AuxiliaryLosses(TaskWrapper):
             weight = ops.cast(weight, losses.dtype)
             real = ops.cast(weight[:, :length] > 0, losses.dtype)
             losses = losses * weight[:, shift:] * real
-        if document is None:
-            return ops.mean(losses)
-        same = ops.equal(document[:, :length], document[:, shift:])
-        same = ops.cast(same, losses.dtype)
-        return ops.sum(losses * same) / ops.maximum(ops.sum(same), 1.0)
+        exists = ops.ones_like(losses, "bool")
+        if head.ignore_class is not None:
+            exists = ops.not_equal(tokens[:, shift:], head.ignore_class)
+        if document is not None:
+            same = ops.equal(document[:, :length], document[:, shift:])
+            exists = ops.logical_and(exists, same)
+        exists = ops.cast(exists, losses.dtype)
+        return ops.sum(losses * exists) / ops.maximum(ops.sum(exists), 1.0)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         logits = y_pred["logits"] if isinstance(y_pred, dict) else y_pred

@@ -268,8 +268,9 @@ class Segments(keras.utils.PyDataset):
     The last segment of a document is padded, with weight 0.
 
     Args:
-        tokens: The text, integers `(length,)`, or a list of such arrays: documents.
-            The last token of a document is only predicted, not read.
+        tokens: The text, integers `(length,)`, as an array or a list; or a list of
+            such texts: documents. The last token of a document is only predicted, not
+            read.
         batch_size: Rows per batch.
         length: Positions per segment.
         **kwargs: Arguments of `keras.utils.PyDataset`.
@@ -299,14 +300,18 @@ class Segments(keras.utils.PyDataset):
         check_positive_int("length", length)
         self.batch_size = batch_size
         self.length = length
-        documents = tokens if isinstance(tokens, list | tuple) else None
-        if documents is None:
-            if len(np.shape(tokens)) != 1:
-                raise ValueError(
-                    "`tokens` must be one row of integers, or a list of them. "
-                    f"Received: tokens.shape={np.shape(tokens)}"
-                )
+        is_list, documents = isinstance(tokens, list | tuple), tokens
+        ranks = set(map(np.ndim, tokens)) if is_list else {np.ndim(tokens) - 1}
+        if ranks == {0}:
             documents = _equal_documents(np.asarray(tokens), batch_size)
+        elif not is_list or ranks - {1}:
+            received = f"a list of tensors of ranks {sorted(ranks)}"
+            if not is_list:
+                received = f"tokens.shape={np.shape(tokens)}"
+            raise ValueError(
+                "`tokens` must be one row of integers, or a list of them. Received: "
+                f"{received}"
+            )
         self._rows = [[] for _ in range(batch_size)]
         for document in documents:
             document = np.asarray(document)

@@ -161,6 +161,11 @@ def test_state_with_lengths_that_differ(causal_case):
 def test_key_and_value_lengths_that_differ(case):
     with pytest.raises(ValueError, match="key_shape"):
         case.make()(inputs(), inputs(length=5), inputs(length=6))
+    layer, message = case.built(), "`key` and `value` must have the same length"
+    with pytest.raises(ValueError, match=message):
+        layer(inputs(), inputs(length=5), inputs(length=6))
+    with pytest.raises(ValueError, match=message):
+        layer(*(keras.Input((length, DIM)) for length in (LENGTH, 5, 6)))
 
 
 def test_document_ids(case):

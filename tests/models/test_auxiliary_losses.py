@@ -29,11 +29,14 @@ def make(residual="pre_norm", num_layers=3, backbone=(), **options):
     return training
 
 
-def make_compiled(training):
+def make_compiled(training, ignore_class=None, **options):
     # Frozen weights, so that all steps have the same losses.
     training.compile(
         keras.optimizers.SGD(0.0),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, ignore_class=ignore_class
+        ),
+        **options,
     )
     return training
 
@@ -137,6 +140,20 @@ def test_documents_are_what_they_are_alone():
     np.testing.assert_allclose(received, [plain + sum(of_layers)], rtol=1e-4)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_ignored_class_is_no_target(eager):
+    training = make_compiled(make(num_layers=1), ignore_class=-1, run_eagerly=eager)
+    x, y, weights = batch()
+    # The last target; so the second target of the position before it.
+    y[:, -1] = -1
+    plain = training.evaluate(x, y, sample_weight=weights, verbose=0)
+    kept = y[:, :-1], weights[:, :-1]
+    x_kept = {name: tensor[:, :-1] for name, tensor in x.items()}
+    (expected,) = losses_of_layers(training, (x_kept, *kept))
+    received = training.fit(x, y, sample_weight=weights, verbose=0).history["loss"]
+    np.testing.assert_allclose(received, [plain + expected], rtol=1e-4)
+
+
 def test_documents_of_one_token_have_no_second_target():
     training = make_compiled(
         make(num_layers=1, backbone={"takes_documents": True}, num_targets=2)
@@ -214,6 +231,7 @@ def test_heads_are_as_many_as_the_paper_counts():
         ({"total_steps": 0}, "total_steps=0"),
         ({"num_targets": 1.5}, r"num_targets=1\.5"),
         ({"target_weight": -1}, "target_weight=-1"),
+        ({"target_weight": float("inf")}, "target_weight=inf"),
     ],
     ids=str,
 )

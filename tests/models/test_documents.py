@@ -139,6 +139,16 @@ def test_texts_are_packed_in_a_dataset_and_fitted():
     assert np.isfinite(task.fit(TEXTS, verbose=0).history["loss"][0])
 
 
+@pytest.mark.any_backend
+def test_one_text_cannot_be_packed():
+    preprocessor, message = task_of(True).preprocessor, "`x` must be a batch of texts"
+    with pytest.raises(ValueError, match=message):
+        preprocessor(TEXTS[0])
+    tf = pytest.importorskip("tensorflow")
+    with pytest.raises(ValueError, match=message):
+        tf.data.Dataset.from_tensor_slices(TEXTS).map(preprocessor)
+
+
 def test_a_task_with_documents_is_saved_and_generates(tmp_path):
     task = task_of(False)
     task.save(tmp_path / "task.keras")

@@ -48,8 +48,10 @@ def assert_close(received, expected):
 
 
 @pytest.mark.any_backend
-def test_segments_of_a_text_go_on_from_each_other():
-    text = np.arange(23)
+@pytest.mark.parametrize(
+    "text", [np.arange(23), list(range(23))], ids=["array", "list"]
+)
+def test_segments_of_a_text_go_on_from_each_other(text):
     data = Segments(text, batch_size=2, length=4)
     batches = [data[i] for i in range(len(data))]
     rows = np.concatenate([x["token_ids"] for x, _, _ in batches], axis=1)
@@ -271,6 +273,10 @@ def test_data_that_are_refused():
         Segments(np.arange(9), 2, 0)
     with pytest.raises(ValueError, match=r"tokens\.shape=\(2, 9\)"):
         Segments(np.ones((2, 9)), 2, 3)
+    with pytest.raises(ValueError, match=r"`tokens` must be one row.*ranks \[0, 1\]"):
+        Segments([1, [2, 3]], 1, 1)
+    with pytest.raises(ValueError, match=r"`tokens` must be one row.*ranks \[2\]"):
+        Segments([np.ones((2, 9))], 1, 3)
 
 
 @pytest.mark.any_backend

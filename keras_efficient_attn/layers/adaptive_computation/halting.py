@@ -8,7 +8,12 @@ from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.layers.residual.reversible import stream_dtype
 from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_number,
+    check_positive_int,
+    is_number,
+)
 from keras_efficient_attn.ops.common.numerics import at_least
 
 REDUCTIONS = ("mean", "sum")
@@ -49,6 +54,8 @@ class Halting(KeepsQuantization, KeepsArguments, keras.layers.Layer):
                 "`ponder_cost` must be 0 or a positive number. Received: "
                 f"ponder_cost={ponder_cost!r}"
             )
+        check_number("halting_bias", halting_bias)
+        check_bool("early_exit", early_exit)
         if ponder_reduction not in REDUCTIONS:
             raise ValueError(
                 f"`ponder_reduction` must be one of {REDUCTIONS}. Received: "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import keras
 
@@ -49,7 +50,7 @@ class LocalAttention(PatternAttention):
         query_block: Positive integer, or a pair of them for images.
         memory: Non-negative integer, or a pair. Defaults to `query_block`.
         grid: Rows and columns of the image, for a pair `query_block`. Defaults to the
-            size of a `(batch, rows, columns, dim)` input when the layer is built.
+            size of the images when the layer is built.
         grid_order: Order of an image's positions: `"raster"`, row by row (the default),
             or `"block"`, rectangle by rectangle, row by row within each.
         rotary_wavelength: Longest wavelength of rotary positions, over 2π, such as
@@ -62,8 +63,10 @@ class LocalAttention(PatternAttention):
         `use_causal_mask`, `return_attention_scores`, `state`, `document_ids`. With a
         `grid`, a sequence `(batch, length, dim)` is the image in that order, or its
         beginning; inputs `(batch, rows, columns, dim)`, with masks `(batch, rows,
-        columns)`, are the image in its layout. Scores have the order of the sequence. A
-        masked position of a whole image keeps its place.
+        columns)`, are the image in its layout. So are the two `attention_axes` of
+        inputs with more axes, such as `(2, 3)` of videos `(batch, frames, rows,
+        columns, dim)`. Scores have the order of the sequence, `(batch, ..., heads,
+        positions, positions)`. A masked position of a whole image keeps its place.
 
     Returns:
         As `EfficientAttention`; of the inputs' rank.
@@ -124,10 +127,12 @@ class LocalAttention(PatternAttention):
         shapes = {"query": query_shape, "value": value_shape}
         if key_shape is not None:
             shapes["key"] = key_shape
-        if self._is_grid and len(query_shape) == 4:
-            if self.grid is None and None not in query_shape[1:3]:
-                self.grid = tuple(query_shape[1:3])
-            self._check_images(shapes)
+        axes = self._axes_of(len(query_shape))
+        if isinstance(axes, _ImageAxes):
+            sizes = axes.image_sizes(query_shape)
+            if self.grid is None and None not in sizes:
+                self.grid = sizes
+            self._check_images(axes, shapes)
         super().build(*shapes.values())
 
     @property
@@ -184,14 +189,23 @@ class LocalAttention(PatternAttention):
         return softmax.attend(config, forms, window_bias)
 
     def _axes_of(self, rank):
-        if self._is_grid and rank == 4 and self._sequence_axes is None:
-            return _ImageAxes(rank, (1, 2), self._order)
-        return super()._axes_of(rank)
+        axes = super()._axes_of(rank)
+        if not self._is_grid or len(axes.axes) == 1:
+            return axes
+        if len(axes.axes) > 2:
+            raise ValueError(
+                "With a pair `query_block`, `attention_axes` must be the two axes of "
+                "an image, or one axis, a sequence. Received: attention_axes="
+                f"{self._sequence_axes} for inputs of rank {rank}"
+            )
+        return _ImageAxes(rank, axes.axes, self._order)
 
     def _check_inputs(self, inputs, masks, state):
-        if isinstance(self._axes_of(len(inputs[0].shape)), _ImageAxes):
+        axes = self._axes_of(len(inputs[0].shape))
+        if isinstance(axes, _ImageAxes):
             names = ("query", "value", "key")
-            self._check_images({n: x.shape for n, x in zip(names, inputs, strict=True)})
+            shapes = {n: x.shape for n, x in zip(names, inputs, strict=True)}
+            self._check_images(axes, shapes)
         return super()._check_inputs(inputs, masks, state)
 
     def _config(self):
@@ -207,18 +221,19 @@ class LocalAttention(PatternAttention):
     def _order(self):
         return GridOrder(self.grid, self.query_block, self.grid_order == "block")
 
-    def _check_images(self, shapes):
+    def _check_images(self, axes, shapes):
         for name, shape in shapes.items():
-            if len(shape) != 4 or tuple(shape[1:3]) != self.grid:
+            if len(shape) != axes.rank or axes.image_sizes(shape) != self.grid:
                 raise ValueError(
-                    f"`{name}` must be images (batch, *grid, dim), with `grid` "
-                    f"{self.grid}. Received: {name}.shape={tuple(shape)}"
+                    f"`{name}` must be images of rank {axes.rank}, whose axes "
+                    f"{axes.axes} have the sizes of `grid` {self.grid}. Received: "
+                    f"{name}.shape={tuple(shape)}"
                 )
 
 
 @dataclasses.dataclass(frozen=True)
 class _ImageAxes(SequenceAxes):
-    """Rows and columns of an image, in the order of its positions.
+    """Rows and columns of images, in the order of their positions.
 
     Args:
         order: `GridOrder`.
@@ -226,19 +241,21 @@ class _ImageAxes(SequenceAxes):
 
     order: GridOrder
 
+    def image_sizes(self, shape):
+        """Rows and columns of inputs of that shape."""
+        return tuple(shape[axis] for axis in self.axes)
+
     def to_sequence(self, x):
         return self.order.to_steps(super().to_sequence(x))
 
     def from_sequence(self, x, like):
         return super().from_sequence(self.order.to_rows(x), like)
 
-    def scores_from_sequence(self, scores, query, key):
+    def _scores_shape(self, queries, keys, heads):
         """Scores stay in the order of the sequence."""
-        return scores
-
-    def scores_shape(self, query_shape, key_shape, heads):
-        lengths = (self.sequence_shape(x)[1] for x in (query_shape, key_shape))
-        return (query_shape[0], heads, *lengths)
+        length = math.prod(self.order.grid)
+        rows = (queries[axis] for axis in (0, *self.batch_axes))
+        return (*rows, heads, length, length)
 
 
 def _pair(argument):

@@ -237,15 +237,17 @@ class SoftmaxAttention(EfficientAttention):
         # Kernels need equal widths: pad with zeros, which change no logit and are cut
         # off the values.
         width = max(key.shape[-1], value.shape[-1])
-        # Keras checks whether the flash kernel can run, which `torch.compile` cannot
-        # trace. PyTorch makes this check itself.
-        default = False if is_traced_by_torch() else None
+        flash_attention = self._flash_attention
+        if flash_attention is None and is_traced_by_torch():
+            # Keras checks whether the flash kernel can run, which `torch.compile`
+            # cannot trace. PyTorch makes this check itself.
+            flash_attention = False
         heads = ops.dot_product_attention(
             *(_widen(x, width) for x in (query, key, value)),
             mask=mask,
             scale=self._inverse_sqrt_key_dim,
             is_causal=causal and mask is None,
-            flash_attention=self._flash_attention or default,
+            flash_attention=flash_attention,
         )
         return _where_any(mask, heads[..., : value.shape[-1]]), state
 
@@ -259,8 +261,7 @@ class SoftmaxAttention(EfficientAttention):
         weights = ops.softmax(weights, axis=-1)
         if mask is not None:
             weights = ops.where(mask, weights, 0.0)
-        # The layer's dropout would cast to the compute dtype.
-        weights = ops.cast(self._dropout_layer(weights, training=call.training), dtype)
+        weights = self._dropout_layer(weights, training=call.training)
         return ops.einsum("bhts,bshd->bthd", weights, value)
 
     def _mask(self, length, keys, start, causal):

@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
-from keras_efficient_attn.ops.common.checks import is_number
+from keras_efficient_attn.ops.common.checks import is_number, may_agree
 from keras_efficient_attn.ops.common.numerics import hyperbolic_tangent, matrix_product
 
 BIAS = 2.0
@@ -88,7 +88,7 @@ class GatedResidual(KeepsArguments, keras.layers.Layer):
         self.keep(locals())
 
     def build(self, x_shape, y_shape):
-        if tuple(x_shape) != tuple(y_shape):
+        if not may_agree(x_shape, y_shape):
             raise ValueError(
                 "`x` and `y` must have the same shape. Received: "
                 f"x.shape={tuple(x_shape)}, y.shape={tuple(y_shape)}"

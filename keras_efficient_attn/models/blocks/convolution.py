@@ -14,6 +14,7 @@ from keras_efficient_attn.models.blocks.feed_forward import (
 )
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
+    check_bool,
     check_int,
     check_positive_int,
     is_pair,
@@ -166,6 +167,8 @@ class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
                 "`kernel_sizes` must be a pair of positive integers. Received: "
                 f"kernel_sizes={kernel_sizes!r}"
             )
+        check_bool("causal", causal)
+        check_bool("use_bias", use_bias)
         self.supports_masking = True
         self.hidden_dim = hidden_dim
         self.kernel_sizes = tuple(kernel_sizes)

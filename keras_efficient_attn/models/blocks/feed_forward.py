@@ -9,7 +9,11 @@ from keras import ops
 from keras_efficient_attn.layers.arguments import dense_layer
 from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.layers.quantization import KeepsQuantization
-from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_positive_int,
+    check_rate,
+)
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -71,8 +75,8 @@ class FeedForwardOptions(Options):
         dropout: Rate of dropout on the input of the second dense layer. Defaults to 0.
 
     Raises:
-        ValueError: For an unknown activation, separable convolutions that are gated,
-            chunked or with dropout.
+        ValueError: For an unknown activation, a `dropout` that is no rate, separable
+            convolutions that are gated, chunked or with dropout.
     """
 
     activation: str | Callable = "gelu"
@@ -83,6 +87,7 @@ class FeedForwardOptions(Options):
 
     def __post_init__(self):
         super().__post_init__()
+        check_rate("dropout", self.dropout)
         object.__setattr__(self, "activation", get_activation(self.activation))
         for name in ("gated", "chunk_size", "dropout"):
             if self.separable_convolution and getattr(self, name):
@@ -123,8 +128,8 @@ class FeedForward(KeepsQuantization, keras.layers.Layer):
         A tensor of the same shape.
 
     Raises:
-        ValueError: If `hidden_dim` is not a positive integer, or the activation is
-            unknown.
+        ValueError: If `hidden_dim` is not a positive integer, `dropout` not at least 0
+            and below 1, or the activation is unknown.
 
     Example:
 
@@ -152,6 +157,7 @@ class FeedForward(KeepsQuantization, keras.layers.Layer):
         check_positive_int("hidden_dim", hidden_dim)
         check_bool("gated", gated)
         check_bool("use_bias", use_bias)
+        check_rate("dropout", dropout)
         self.hidden_dim = hidden_dim
         self.activation = get_activation(activation)
         self.gated = gated

@@ -11,6 +11,7 @@ from keras_efficient_attn.layers.arguments import dense_layer, spec_with_state
 from keras_efficient_attn.layers.options import Options, check_name
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.blocks.positions import PositionOptions
+from keras_efficient_attn.ops.common.checks import check_rate
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.rows import RowOrder
 
@@ -174,6 +175,7 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
     ):
         # autocast=False: a state keeps its dtype.
         super().__init__(autocast=False, **kwargs)
+        check_rate("dropout", dropout)
         self.options = EmbeddingOptions.get("embedding", embedding)
         self.position_options = PositionOptions.get("positions", positions)
         self.output_width = output_width or hidden_dim

@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_efficient_attn.layers.options import Options, check_name
 from keras_efficient_attn.layers.residual.gated import GatedResidual
+from keras_efficient_attn.ops.common.checks import check_rate
 from keras_efficient_attn.ops.common.numerics import mean_of_channels, rms_normalize
 
 NORMS = ("layer_norm", "rms_norm")
@@ -69,6 +70,8 @@ class Residual(keras.layers.Layer):
 
     def __init__(self, norm, epsilon, use_bias, dropout, layer_dropout=0.0, **kwargs):
         super().__init__(**kwargs)
+        check_rate("dropout", dropout)
+        check_rate("layer_dropout", layer_dropout)
         self.norm = get_norm(
             norm, epsilon, use_bias, dtype=self.dtype_policy, name="norm"
         )
@@ -253,6 +256,8 @@ class ResidualOptions(Options):
                 f"streams={self.streams!r}, kind={self.kind!r}"
             )
         check_name("norm", self.norm, NORMS)
+        check_rate("layer_dropout", self.layer_dropout)
+        check_rate("output_dropout", self.output_dropout)
 
     @property
     def kinds(self):

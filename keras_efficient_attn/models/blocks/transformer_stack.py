@@ -16,7 +16,11 @@ from keras_efficient_attn.layers.residual.reversible import (
 )
 from keras_efficient_attn.models.blocks.residual import STREAMS, get_norm
 from keras_efficient_attn.models.blocks.transformer_block import LAYERS
-from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_positive_int,
+    check_rate,
+)
 
 
 class StackResults(typing.NamedTuple):
@@ -92,6 +96,7 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         self.supports_masking = True
         check_positive_int("num_recurrences", num_recurrences)
         check_bool("final_norm", final_norm, optional=True)
+        check_rate("output_dropout", output_dropout)
         self.blocks = list(blocks)
         _check_blocks(self.blocks, streams)
         self.num_recurrences = num_recurrences

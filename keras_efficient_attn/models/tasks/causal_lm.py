@@ -27,7 +27,8 @@ class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             to add start and end.
 
     Raises:
-        ValueError: If `pack` is not a boolean.
+        ValueError: If `pack` is not a boolean; on a call with `pack`, for one text
+            instead of a batch.
 
     Example:
 
@@ -62,6 +63,12 @@ class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             return rows
         x, y, exists = rows
         tokens = x["token_ids"]
+        if len(tokens.shape) == 1:
+            raise ValueError(
+                "`x` must be a batch of texts, because pack=True packs those of a "
+                "batch: pass a list, or call `batch` of a dataset before `map`. "
+                "Received: x is one text"
+            )
         if not (isinstance(y, np.ndarray) or hasattr(y, "numpy")):
             # A dataset is mapped by a graph of TensorFlow.
             import tensorflow as tf

@@ -50,7 +50,7 @@ class EfficientMaskedLM(TaskMixin, keras_hub.models.MaskedLM):
         On a call, logits `(batch, mask_selection_length, vocabulary_size)`.
 
     Raises:
-        ValueError: If the backbone is not an encoder.
+        ValueError: If the backbone is not an encoder, or has concatenated streams.
 
     Example:
 
@@ -76,6 +76,13 @@ class EfficientMaskedLM(TaskMixin, keras_hub.models.MaskedLM):
 
     def __init__(self, backbone, preprocessor=None, **kwargs):
         self.set_parts(backbone, preprocessor, "encoder")
+        width = backbone.output.shape[-1]
+        if width != backbone.token_embedding.output_dim:
+            raise ValueError(
+                "EfficientMaskedLM needs a backbone whose output is as wide as its "
+                "embedding: `backbone` must have streams='mean'. Received: output "
+                f"width {width}, hidden_dim={backbone.token_embedding.output_dim}"
+            )
         inputs = {
             **backbone.input,
             "mask_positions": keras.Input(

@@ -7,6 +7,7 @@ from keras import ops
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
 from keras_efficient_attn.models.tasks.byte_tokenizer import EfficientByteTokenizer
 from keras_efficient_attn.models.tasks.task import TaskMixin
+from keras_efficient_attn.ops.common.checks import check_rate
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -120,6 +121,7 @@ class EfficientTextClassifier(TaskMixin, keras_hub.models.TextClassifier):
                 "A classifier gives one class per row: `backbone` must have "
                 "takes_documents=False. Received: takes_documents=True"
             )
+        check_rate("dropout", dropout)
         inputs = backbone.input
         # Half precision cannot count the tokens of a long text.
         pooled = MeanOfTokens("channels_last", dtype="float32", name="pooling")(

@@ -377,6 +377,8 @@ def test_errors_name_what_was_received():
         (dict(max_steps=0), "max_steps=0"),
         (dict(max_steps=2, epsilon=1.0), "epsilon=1.0"),
         (dict(max_steps=2, ponder_cost=-1), "ponder_cost=-1"),
+        (dict(max_steps=2, halting_bias="1"), "`halting_bias` must be a number.*'1'"),
+        (dict(max_steps=2, early_exit=1), "`early_exit` must be a boolean.*=1"),
         (dict(max_steps=2, input_flag=True), "input_flag=True"),
     ):
         with pytest.raises(ValueError, match=message):

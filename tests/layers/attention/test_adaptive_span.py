@@ -65,6 +65,20 @@ def test_a_query_without_its_own_position_sees_earlier_ones():
 # Spans learn.
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_frozen_layer_has_no_penalty_and_keeps_its_spans(dynamic):
+    layer, x = make(dynamic=dynamic), inputs()
+    layer.trainable = False
+    before = [to_numpy(w) for w in layer.weights]
+    layer(x, x, use_causal_mask=True, training=True)
+    assert not layer.losses
+    for old, weight in zip(before, layer.weights, strict=True):
+        np.testing.assert_array_equal(to_numpy(weight), old)
+    layer.trainable = True
+    layer(x, x, use_causal_mask=True, training=True)
+    assert len(layer.losses) == 1
+
+
 def assert_slopes(layer, names, x):
     """Compares these weights' gradients with differences of the dense formula."""
     variables = [w for w in layer.trainable_weights if w.name in names]

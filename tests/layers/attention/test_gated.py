@@ -55,6 +55,21 @@ def test_retention_decays_by_the_distance():
     np.testing.assert_allclose(to_numpy(scores), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_dropout_keeps_heads_too_large_for_half_precision(training):
+    """The norm that follows divides them by their size."""
+    options = dict(output_gate=None, dtype="mixed_float16")
+    layer, x = RetentionAttention(2, 8, dropout=0.1, **options), 100 * inputs()
+    output = layer(x, x, use_causal_mask=True, training=training)
+    expected, _ = dense.layer_output(layer, dense.gated_heads, x, x, causal=True)
+    received = to_numpy(ops.cast(output, "float32"))
+    if training:
+        assert np.isfinite(received).all()
+        return
+    limit = 0.02 * np.abs(expected).max()
+    np.testing.assert_allclose(received, expected, rtol=0, atol=limit)
+
+
 def test_a_repeated_key_reads_the_last_value():
     layer = DeltaAttention(1, 8, use_bias=False, output_norm=None, convolution=None)
     # So large that keys have norm 1.

@@ -31,9 +31,12 @@ def in_order(x, order):
     return np.stack([x[:, row, column] for row, column in steps], axis=1)
 
 
-@pytest.mark.parametrize(("order", "causal"), [("raster", False), ("block", True)])
-def test_an_image_is_the_sequence_of_its_pixels(order, causal):
-    layer, x, key = make(order, grid=None), images(), images(1)
+@pytest.mark.parametrize(
+    ("order", "causal", "axes"),
+    [("raster", False, None), ("block", True, None), ("block", False, (1, 2))],
+)
+def test_an_image_is_the_sequence_of_its_pixels(order, causal, axes):
+    layer, x, key = make(order, grid=None, attention_axes=axes), images(), images(1)
     mask = np.random.default_rng(1).random((BATCH, ROWS, COLUMNS)) > 0.3
     output, scores = layer(
         x,
@@ -57,6 +60,38 @@ def test_an_image_is_the_sequence_of_its_pixels(order, causal):
     output = in_order(to_numpy(output), order)
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(to_numpy(scores), weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["raster", "block"])
+@pytest.mark.parametrize(("axes", "frames"), [((2, 3), 1), ((1, -2), 2)], ids=str)
+def test_two_axes_of_a_video_are_images(order, axes, frames):
+    layer = make(order, grid=None, attention_axes=axes)
+    x = np.stack([images(seed) for seed in range(3)], axis=frames)
+    mask = np.random.default_rng(1).random(x.shape[:-1]) > 0.3
+    output, scores = layer(x, x, key_mask=mask, return_attention_scores=True)
+    assert layer.grid == (ROWS, COLUMNS)
+    symbolic = keras.Input(x.shape[1:])
+    spec = layer(symbolic, symbolic, return_attention_scores=True)
+    assert [s.shape[1:] for s in spec] == [output.shape[1:], scores.shape[1:]]
+    for frame in range(3):
+        image = in_order(x.take(frame, frames), order)
+        expected, weights = dense.layer_output(
+            layer,
+            dense.local_heads,
+            *[image] * 3,
+            key_mask=in_order(mask.take(frame, frames), order),
+        )
+        received = in_order(to_numpy(output).take(frame, frames), order)
+        np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
+        received = to_numpy(scores)[:, frame]
+        np.testing.assert_allclose(received, weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.any_backend
+def test_three_axes_are_no_image():
+    layer, x = make(attention_axes=(1, 2, 3)), np.ones((2, 2, 2, 5, DIM), "float32")
+    with pytest.raises(ValueError, match=r"`attention_axes` must be the two axes of"):
+        layer(x, x)
 
 
 def test_images_in_a_functional_model(tmp_path):

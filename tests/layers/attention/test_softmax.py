@@ -99,6 +99,27 @@ def test_kernels_that_are_refused():
         SoftmaxAttention(2, 4, kernel="gaussian", flash_attention=True)
 
 
+@pytest.mark.any_backend
+def test_keras_setting_of_flash_attention_is_passed_on(monkeypatch):
+    received, attend = [], keras.ops.dot_product_attention
+
+    def record(*args, flash_attention, **kwargs):
+        received.append(flash_attention)
+        return attend(*args, flash_attention=False, **kwargs)
+
+    monkeypatch.setattr(keras.ops, "dot_product_attention", record)
+    x = np.ones((1, 3, 8), "float32")
+    SoftmaxAttention(2, 4)(x, x)
+    keras.config.disable_flash_attention()
+    try:
+        SoftmaxAttention(2, 4)(x, x)
+    finally:
+        # Keras' default.
+        keras.config.enable_flash_attention()
+    SoftmaxAttention(2, 4, flash_attention=True)(x, x)
+    assert received == [None, False, True]
+
+
 def test_the_output_projection_has_its_own_bias():
     x = np.random.default_rng(0).normal(size=(1, 5, 6)).astype("float32")
     layer = SoftmaxAttention(2, 4, use_output_bias=False)

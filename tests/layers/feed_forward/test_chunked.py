@@ -116,6 +116,20 @@ def test_slices_draw_for_themselves_and_again_the_same_for_the_gradient(seed):
     assert (kept[0][0] != kept[0][1]).any()
 
 
+def test_a_seed_gives_the_same_masks_in_every_network():
+    x = np.ones((BATCH, LENGTH, 1), "float32")
+
+    def two_calls(seed):
+        layer = make_dropping(seed)
+        return [to_numpy(layer(x, training=True)) for _ in range(2)]
+
+    one, other, third = two_calls(1), two_calls(1), two_calls(2)
+    np.testing.assert_array_equal(one, other)
+    assert (one[0] != third[0]).any() and (one[0] != one[1]).any()
+    unseeded = two_calls(None), two_calls(None)
+    assert (unseeded[0][0] != unseeded[1][0]).any()
+
+
 def test_an_export_for_any_length_keeps_to_the_slices(backend):
     if backend != "jax":
         pytest.skip("JAX exports symbolic lengths")
@@ -199,6 +213,20 @@ def test_large_logits_have_finite_losses():
     losses = layer(1000 * inputs(), labels)
     assert keras.backend.standardize_dtype(losses.dtype) == "float32"
     assert np.isfinite(to_numpy(losses)).all() and to_numpy(losses).min() >= 0
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_logits_in_mixed_precision_are_float32(use_bias):
+    options = dict(use_bias=use_bias, dtype="mixed_bfloat16")
+    layer, x = ChunkedVocabularyLoss(CLASSES, **options), inputs()
+    layer.build(x.shape)
+    random = np.random.default_rng(1)
+    kernel, *bias = (random.normal(size=weight.shape) for weight in layer.weights)
+    layer.set_weights([kernel, *bias])
+    logits = layer.logits(x)
+    assert keras.backend.standardize_dtype(logits.dtype) == "float32"
+    expected = x @ kernel + (bias[0] if use_bias else 0.0)
+    np.testing.assert_allclose(to_numpy(logits), expected, rtol=0.02, atol=0.05)
 
 
 def test_what_cannot_be_sliced_is_refused():

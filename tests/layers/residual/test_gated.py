@@ -114,6 +114,16 @@ def test_errors_name_what_was_received(options, message):
         GatedResidual(**options)
 
 
+def test_lengths_may_be_unknown():
+    x, y = streams()
+    inputs = keras.Input((None, SHAPE[-1])), keras.Input(SHAPE[1:])
+    layer = GatedResidual("input")
+    model = keras.Model(inputs, layer(*inputs))
+    kernel = to_numpy(layer.weights[0])
+    expected = FORMULAE["input"]({"gate_stream": kernel}, x, y)
+    np.testing.assert_allclose(to_numpy(model([x, y])), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_shapes_that_differ():
     x, y = streams()
     with pytest.raises(ValueError, match=r"y\.shape=\(2, 3, 2\)"):

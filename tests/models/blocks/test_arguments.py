@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from keras_efficient_attn import models
+from keras_efficient_attn import SoftmaxAttention, models
 
 pytestmark = pytest.mark.any_backend
 
@@ -25,6 +25,48 @@ WRONG = {
 def test_integers_in_their_range(message):
     with pytest.raises(ValueError, match=message):
         WRONG[message]()
+
+
+def block(**options):
+    return models.TransformerBlock(
+        SoftmaxAttention(2, 4), models.FeedForward(8), **options
+    )
+
+
+def backbone(**options):
+    return models.EfficientTransformerBackbone(8, 1, 1, 4, 4, **options)
+
+
+RATES = {
+    "`dropout`.*dropout=2.0": [
+        lambda: models.FeedForward(8, dropout=2.0),
+        lambda: block(dropout=2.0),
+        lambda: backbone(dropout=2.0),
+        lambda: backbone(feed_forward={"dropout": 2.0}),
+        lambda: models.EfficientTextClassifier(backbone(), 2, dropout=2.0),
+    ],
+    "`layer_dropout`.*layer_dropout=1": [
+        lambda: block(layer_dropout=1),
+        lambda: backbone(residual={"layer_dropout": 1}),
+    ],
+    "`output_dropout`.*output_dropout=-1": [
+        lambda: models.TransformerStack([block()], output_dropout=-1),
+        lambda: backbone(residual={"output_dropout": -1}),
+    ],
+}
+
+
+@pytest.mark.parametrize("message", RATES)
+def test_rates_of_dropout_have_the_names_of_their_arguments(message):
+    for make in RATES[message]:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+@pytest.mark.parametrize("argument", ["causal", "use_bias"])
+def test_booleans_of_a_separable_convolution(argument):
+    with pytest.raises(ValueError, match=f"`{argument}` must be a boolean.*=1"):
+        models.SeparableConvolution(8, **{argument: 1})
 
 
 def test_attention_of_another_kind_is_refused():

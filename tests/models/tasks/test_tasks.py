@@ -399,6 +399,23 @@ def test_tasks_refuse_other_architectures():
 
 
 @pytest.mark.any_backend
+def test_a_masked_lm_refuses_outputs_wider_than_the_embedding():
+    backbone = EfficientTransformerBackbone(
+        32,
+        1,
+        1,
+        8,
+        8,
+        architecture="encoder",
+        attention="softmax",
+        residual={"kind": "reversible", "streams": "concatenated"},
+        embedding="untied",
+    )
+    with pytest.raises(ValueError, match="streams='mean'.*width 16, hidden_dim=8"):
+        EfficientMaskedLM(backbone)
+
+
+@pytest.mark.any_backend
 def test_keras_nlp_is_the_same_library():
     keras_nlp = pytest.importorskip("keras_nlp")
     assert issubclass(EfficientTransformerBackbone, keras_nlp.models.Backbone)

@@ -82,8 +82,8 @@ class AdaptiveSpan(PatternAttention):
             between `max_span · σ(-4)` and `max_span · σ(4)`. Defaults to 0.
         penalty: Number of at least 0. In training the loss includes `penalty · z`,
             averaged over heads and, for dynamic spans, over the positions that a
-            `query_mask` keeps. The paper uses 2e-6 for spans of 1,024 and 5e-7 for
-            spans of 8,192. Defaults to 2e-6.
+            `query_mask` keeps; not if the layer is not trainable. The paper uses 2e-6
+            for spans of 1,024 and 5e-7 for spans of 8,192. Defaults to 2e-6.
         dynamic: Whether the span also depends on the query's input, `z[t] = max_span ·
             σ(v·x[t] + b)` with v and b per head. Defaults to `False`.
         relative_positions: `True`: logits have a learned term for the distance,
@@ -162,7 +162,6 @@ class AdaptiveSpan(PatternAttention):
                 shape=shape,
                 initializer=keras.initializers.Constant(initial),
                 dtype=wide_dtype(self.variable_dtype),
-                autocast=False,
                 **options,
             )
 
@@ -205,7 +204,7 @@ class AdaptiveSpan(PatternAttention):
         """The span of each head in positions, a NumPy array `(heads,)`.
 
         Excludes the ramp. For dynamic spans, the mean over the positions of the last
-        training call.
+        training call of the trainable layer.
         """
         self._check_built("spans")
         if self.dynamic:
@@ -271,7 +270,7 @@ class AdaptiveSpan(PatternAttention):
 
     @property
     def _learns(self):
-        return self.dynamic or bool(self.penalty)
+        return self.trainable and (self.dynamic or bool(self.penalty))
 
     def _prepare_inputs(self, query, value, key, call):
         spans = self._spans(query, call.query_mask)

@@ -551,9 +551,10 @@ class VQAttention(EfficientAttention):
     def _commitment(self, key, codes, index, valid):
         """The loss that pulls keys towards their codes."""
         codes = ops.stop_gradient(look_up(codes, index))
-        errors = ops.sum(ops.square(key - codes), axis=(2, 3)) * valid
+        # A key that overflowed has no finite error.
+        errors = ops.where(valid[..., None, None] > 0, key - codes, 0.0)
         number = ops.sum(valid)
-        mean = ops.sum(errors) / ops.where(number > 0, number, 1.0)
+        mean = ops.sum(ops.square(errors)) / ops.where(number > 0, number, 1.0)
         return self.codes.commitment_weight * mean
 
     def _check_hard(self, method):
