@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
+from keras_efficient_attn.ops.common.backend import is_traced, shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.plan import symbolic
 
@@ -30,6 +30,9 @@ def adaptive_computation(
     `pₙ` in the order of the steps sum to exactly 1. A halted position keeps its last
     state, for steps that read other positions. No gradient goes through N: the gradient
     of `N + R` is −1 for each `hₙ` with n < N, and 0 for the others.
+
+    In a Functional model, `step` must not have weights, which the model would not
+    train or save: use the layer `AdaptiveComputationTime`.
 
     Args:
         step: Callable `(n, state) -> (state, probability)` of the step number n, from
@@ -110,7 +113,7 @@ def adaptive_computation(
     if not early_exit:
         for n in range(max_steps):
             carry = body(n, carry)
-    elif _has_values(carry):
+    elif not any(map(is_traced, keras.tree.flatten(carry))):
         n = 0
         while n < max_steps and any_runs(carry):
             carry = body(n, carry)
@@ -150,15 +153,3 @@ def _spread(x, like):
     for _ in range(len(like.shape) - len(x.shape)):
         x = x[..., None]
     return x
-
-
-def _has_values(carry):
-    """Whether a Python loop can see which positions run."""
-    backend = BACKEND
-    if backend == "jax":
-        import jax
-
-        return not any(
-            isinstance(x, jax.core.Tracer) for x in keras.tree.flatten(carry)
-        )
-    return backend == "torch"

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.checks import check_positive_int, may_agree
 from keras_efficient_attn.ops.common.chunking import chunk_count, pad_to
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along
 from keras_efficient_attn.ops.common.plan import jit_on_jax, symbolic
@@ -43,17 +43,20 @@ def chunked_cross_entropy(
         `(batch, length)`, float32 or wider, in nats.
 
     Raises:
-        ValueError: If `chunk_size` is not a positive integer.
+        ValueError: If `chunk_size` is not a positive integer, or shapes do not agree.
     """
     check_positive_int("chunk_size", chunk_size)
+    labels = ops.cast(labels, "int32")
+    _check_shapes(hidden, kernel, bias, labels)
     dtype = accumulator_dtype(hidden, kernel)
     common = keras.backend.result_type(hidden.dtype, kernel.dtype)
     hidden, kernel = ops.cast(hidden, common), ops.cast(kernel, common)
     length = shape_of(hidden)[1]
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
+    # Products of NumPy's narrow integers would overflow.
+    chunk_size = int(chunk_size)
     chunks = chunk_count(length, chunk_size)
-    labels = ops.cast(labels, "int32")
     ignored = None if ignore_class is None else labels == ignore_class
     if ignored is not None:
         labels = ops.where(ignored, 0, labels)
@@ -68,6 +71,22 @@ def chunked_cross_entropy(
     losses = losses[:, :length]
     losses = ops.where(is_class, losses, ops.cast(float("nan"), losses.dtype))
     return losses if ignored is None else ops.where(ignored, 0.0, losses)
+
+
+def _check_shapes(hidden, kernel, bias, labels):
+    """Raises `ValueError` for shapes that do not agree."""
+    tensors = {"hidden": hidden, "kernel": kernel, "bias": bias, "labels": labels}
+    shapes = {n: tuple(x.shape) for n, x in tensors.items() if x is not None}
+    dim_and_classes = (*shapes["hidden"][2:], *shapes.get("bias", (None,)))
+    if not may_agree(shapes["kernel"], dim_and_classes) or not may_agree(
+        shapes["labels"], shapes["hidden"][:2]
+    ):
+        received = ", ".join(f"{name}.shape={shape}" for name, shape in shapes.items())
+        raise ValueError(
+            "`hidden`, `kernel`, `bias` and `labels` must have the shapes (batch, "
+            "length, dim), (dim, vocabulary_size), (vocabulary_size,) and (batch, "
+            f"length). Received: {received}"
+        )
 
 
 @functools.cache

@@ -45,6 +45,8 @@ def test_blocks_are_the_quadratic_definition(causal):
         ({"ramp": True}, "ramp=True"),
         ({"ramp": float("inf")}, "ramp=inf"),
         ({"spans": np.zeros((2, 3))}, r"spans\.shape=\(2, 3\)"),
+        ({"spans": np.zeros((1, 2, 3))}, r"spans\.shape=\(1, 2, 3\)"),
+        ({"spans": np.zeros((5, 9, 3))}, r"spans\.shape=\(5, 9, 3\)"),
         ({"position_key": np.zeros((7, 4))}, r"position_key\.shape=\(7, 4\), window=8"),
     ],
     ids=str,

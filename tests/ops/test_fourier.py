@@ -219,7 +219,8 @@ def test_the_kernel_is_even_and_knows_differences_only():
     output = to_numpy(fourier.fourier_attention(query, key, value, radius))
     for other in (
         (-query, -key, value, radius),
-        (query, key, value, -radius),
+        # The values of a tensor are not checked: a learned radius may turn negative.
+        (query, key, value, ops.convert_to_tensor(-radius)),
         (query + 2, key + 2, value, radius),
         (query[..., ::-1], key[..., ::-1], value, radius),
     ):
@@ -589,6 +590,8 @@ def test_the_predicted_error_falls_with_the_root_of_the_frequencies():
         ({"key_mask": np.ones((2, 4))}, ValueError, r"key_mask\.shape=\(2, 4\)"),
         ({"value": np.zeros((2, KEYS, 2, 3), "int32")}, TypeError, "int32"),
         ({"power": 3}, ValueError, "power=3"),
+        ({"radius": 0}, ValueError, "`radius` must be positive. Received: radius=0"),
+        ({"radius": np.array([1.0, -1.0] * 3)}, ValueError, "must be positive"),
         ({"chunk_size": 0}, ValueError, "chunk_size=0"),
         ({"implementation": "fast"}, ValueError, "implementation='fast'"),
     ],
@@ -600,6 +603,23 @@ def test_errors(changes, error, message):
     tensors = [arguments.pop(name) for name in ("query", "key", "value", "radius")]
     with pytest.raises(error, match=message):
         fourier.fourier_attention(*tensors, **arguments)
+
+
+@pytest.mark.parametrize("power", [3, 4])
+def test_estimators_of_integers(power):
+    points, samples, targets = [[0], [1]], [[0], [1], [3]], [[2], [0], [1]]
+    z = 0.5 * (np.array(points) - np.transpose(samples)) / np.pi
+    weights = np.sinc(z) ** power
+    density = 0.5 / fourier.kernel_integral(power) * weights.mean(1)
+    received = fourier.fourier_density(points, samples, 0.5, power=power)
+    np.testing.assert_allclose(to_numpy(received), density, rtol=1e-4)
+    received = fourier.fourier_regression(points, samples, targets, 0.5, power=power)
+    expected = weights @ targets / weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(to_numpy(received), expected, rtol=1e-4)
+    weights = np.exp(-((np.array(points) - np.transpose(samples)) ** 2) / 2)
+    expected = weights @ targets / weights.sum(1, keepdims=True)
+    received = fourier.gaussian_regression(points, samples, targets, sigma=1)
+    np.testing.assert_allclose(to_numpy(received), expected, rtol=1e-4)
 
 
 def test_errors_of_the_estimators():

@@ -263,7 +263,7 @@ def test_state_carries_weighted_and_unweighted_segments():
     ("changes", "error", "message"),
     [
         ({"value": np.zeros((2, 50, 3))}, ValueError, "`value` must have the shape"),
-        ({"key": np.zeros((2, 50, 2, 4))}, ValueError, "agree in heads and dim"),
+        ({"key": np.zeros((2, 50, 2, 4))}, ValueError, "agree in batch, heads and dim"),
         ({"value": np.zeros((2, 49, 2, 3))}, ValueError, "batch, length and heads"),
         ({"key_mask": np.ones((2, 49))}, ValueError, r"key_mask\.shape=\(2, 49\)"),
         ({"key_log_weight": np.ones((2, 50))}, ValueError, "key_log_weight.shape"),

@@ -208,6 +208,25 @@ def test_tokens_and_segments_are_the_whole(pattern, sizes):
     np.testing.assert_array_equal(to_numpy(state["key"]), keys)
 
 
+@pytest.mark.parametrize("order", ["raster", "block"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_outputs_beyond_the_grid_are_nan(size, order):
+    pattern = dict(query_block=(2, 2), memory=(1, 1), grid=(2, 3), grid_order=order)
+    x, state = heads_of(9), local_attention_state(2, 2, 4, 4, **pattern)
+    outputs = []
+    for start in range(0, 9, size):
+        piece = x[:, start : start + size]
+        output, state = local_attention(
+            piece, piece, piece, causal=True, state=state, **pattern
+        )
+        outputs.append(to_numpy(output))
+    allowed = reference(pattern, 6, True)[None, None]
+    expected = masked_softmax(x[:, :6], x[:, :6], x[:, :6], allowed, scale=0.5)
+    output = np.concatenate(outputs, axis=1)
+    np.testing.assert_allclose(output[:, :6], expected, **TOLERANCE)
+    assert np.isnan(output[:, 6:]).all()
+
+
 def test_positions_are_exact_beyond_the_integers_of_float32():
     # Floats are 16 apart there; a multiple of the block.
     first, pattern = 2**28 + 2, dict(query_block=3, memory=2)

@@ -3,7 +3,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_efficient_attn.ops.lsh_attention import lsh_attention
+from keras_efficient_attn.ops.common.documents import Documents
+from keras_efficient_attn.ops.lsh_attention import lsh_attention, lsh_attention_state
+from keras_efficient_attn.ops.lsh_attention.api import lsh_attention_by_document
 from keras_efficient_attn.ops.lsh_attention.layout import (
     LSHConfig,
     hash_buckets,
@@ -173,7 +175,7 @@ def test_pairs_in_several_blocks(causal):
 
 @pytest.mark.any_backend
 @pytest.mark.usefixtures("on_cpu")
-def test_short_sequences_take_pairs():
+def test_short_sequences_take_pairs(backend):
     """By the pairs that each computes, for the usual options and some rare ones."""
 
     def takes(length, rounds=4, **options):
@@ -186,6 +188,10 @@ def test_short_sequences_take_pairs():
     # Few rounds, and small chunks, compute few pairs.
     assert not takes(3000, rounds=1, **causal)
     assert not takes(3000, chunk_size=16, **causal)
+    # The limits of the operation's docstring.
+    plain, aligned = (3072, 3882) if backend == "tensorflow" else (2048, 2797)
+    assert takes(plain, causal=True) and not takes(plain + 1, causal=True)
+    assert takes(aligned, **causal) and not takes(aligned + 1, **causal)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -290,6 +296,95 @@ def test_sort_keys_have_all_of_32_bits(implementation):
         lsh_attention(query, value, buckets, num_buckets=num_buckets + 1, **options)
 
 
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+@pytest.mark.parametrize("implementation", ["chunked", "pairs", "reference"])
+def test_narrow_integers_hold_buckets(implementation, kind):
+    """The sort multiplies buckets by the length: 1,600 here."""
+    query, value, buckets = arrays(200, rounds=2, buckets=8)
+    cut = dict(chunk_size=16, causal=True, aligned=True)
+    output, _ = lsh_attention(
+        query,
+        value,
+        buckets.astype(kind),
+        num_buckets=8,
+        implementation=implementation,
+        **cut,
+    )
+    expected = expected_output(
+        query, value, buckets, np.ones((BATCH, 200), bool), **cut
+    )
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_narrow_integers_hold_buckets_of_documents_and_streams():
+    query, value, buckets = arrays(200, rounds=2, buckets=8)
+    kept, cut = (
+        np.ones((BATCH, 200), bool),
+        dict(chunk_size=16, causal=True, aligned=True),
+    )
+    expected = expected_output(query, value, buckets, kept, **cut)
+    narrow = ops.convert_to_tensor(buckets.astype("uint8"))
+    documents = Documents.of(ops.zeros((BATCH, 200), "int32"))
+    config = LSHConfig(8, **cut)
+    output = lsh_attention_by_document(query, value, narrow, None, documents, config)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+    state = lsh_attention_state(
+        batch_size=BATCH,
+        num_heads=HEADS,
+        rounds=2,
+        num_buckets=8,
+        chunk_size=16,
+        dim=DIM,
+        value_dim=DIM,
+    )
+    options = dict(num_buckets=8, state=state, **cut)
+    output, _ = lsh_attention(query, value, narrow, **options)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "pairs", "reference"])
+def test_a_mask_of_integers_keeps_what_is_not_zero(implementation):
+    query, value, buckets = arrays()
+    mask = np.random.default_rng(1).integers(-1, 3, (BATCH, LENGTH))
+    output, _ = lsh_attention(
+        query,
+        value,
+        buckets,
+        num_buckets=np.int8(BUCKETS),
+        chunk_size=np.int8(3),
+        key_mask=mask.tolist(),
+        implementation=implementation,
+    )
+    expected = expected_output(query, value, buckets, mask != 0, 3, False, False)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stream_is_exported_for_any_batch_size(backend):
+    if backend != "jax":
+        pytest.skip("JAX alone exports a symbolic size")
+    import jax
+
+    query, value, buckets = arrays()
+    options = dict(num_buckets=BUCKETS, chunk_size=3, causal=True, aligned=True)
+
+    def attend(query, value, buckets, state):
+        return lsh_attention(query, value, buckets, state=state, **options)[0]
+
+    sizes = BATCH, HEADS, ROUNDS, BUCKETS, 3, DIM, DIM
+    arguments = query, value, buckets, lsh_attention_state(*sizes)
+    (rows,) = jax.export.symbolic_shape("rows")
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), arguments
+    )
+    exported = jax.export.export(jax.jit(attend))(*shapes)
+    del options["num_buckets"]
+    kept = np.ones((BATCH, LENGTH), bool)
+    expected = expected_output(query, value, buckets, kept, **options)
+    np.testing.assert_allclose(
+        exported.call(*arguments), expected, rtol=1e-4, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("implementation", ["chunked", "pairs"])
 def test_chunks_of_many_buckets_are_told_apart(implementation):
     # Two long buckets; float32 has to distinguish their chunk numbers.
@@ -341,6 +436,33 @@ def test_two_buckets_part_vectors_with_the_probability_of_their_angle(angle):
     probability = angle / np.pi
     deviation = np.sqrt(probability * (1 - probability) / rounds)
     assert abs(parted - probability) < 4 * deviation
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(value=np.ones((BATCH, LENGTH, 1, DIM))), r"value.shape=\(2, 23, 1, 5\)"),
+        (dict(value=np.ones((1, LENGTH, HEADS, DIM))), r"value.shape=\(1, 23, 2, 5\)"),
+        (dict(buckets=np.ones((BATCH, HEADS, LENGTH))), r"buckets.shape=\(2, 2, 23\)"),
+        (
+            dict(buckets=np.ones((BATCH, 1, ROUNDS, LENGTH))),
+            r"= \(2, 2, 3, 23\). Received: buckets.shape=\(2, 1, 3, 23\)",
+        ),
+        (dict(key_mask=np.ones((1, LENGTH))), r"key_mask.shape=\(1, 23\)"),
+        (
+            dict(dropout_mask=np.ones((BATCH, HEADS, ROUNDS, 3, 3))),
+            r"dropout_mask.shape=\(2, 2, 3, 3, 3\)",
+        ),
+        (dict(scale=np.ones(2)), "`scale` must be a number"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+@pytest.mark.any_backend
+def test_shapes_that_do_not_agree(changes, message):
+    query, value, buckets = arrays()
+    arguments = dict(query=query, value=value, buckets=buckets) | changes
+    with pytest.raises(ValueError, match=message):
+        lsh_attention(num_buckets=BUCKETS, chunk_size=3, **arguments)
 
 
 def test_invalid_arguments():

@@ -121,6 +121,8 @@ def test_one_query_has_the_gradients_of_the_definition():
         (dict(position_bias=np.zeros(4)), r"position_bias.shape=\(4,\)"),
         (dict(position_key=np.zeros((9, 3, 4))), r"position_key.shape=\(9, 3, 4\)"),
         (dict(causal=False), r"= \(7, 3, 4\)"),
+        (dict(documents=[np.ones((2, 4)), np.ones((2, 3))]), r"\[\(2, 4\), \(2, 3\)\]"),
+        (dict(documents=np.ones((2, 4))), r"\[\(4,\), \(4,\)\]"),
         (dict(dropout=0.1), "dropout=0.1"),
         (dict(implementation="tiles"), "implementation='tiles'"),
         (dict(key_mask=np.ones((2, 5))), r"key_mask.shape=\(2, 5\)"),

@@ -356,7 +356,7 @@ def test_gradients_drop_the_same_weights():
         (dict(factors=True), "factors=True"),
         (dict(factors="split", query=heads_of(4, heads=1)), "num_heads=1"),
         (dict(query=heads_of(4)[0]), r"query.shape=\(4, 3, 4\)"),
-        (dict(key=heads_of(4, 5)), "agree in heads and dim"),
+        (dict(key=heads_of(4, 5)), "agree in batch, heads and dim"),
         (dict(value=heads_of(5)), "agree in batch, length"),
         (dict(key_mask=np.ones((2, 9), bool)), r"key_mask.shape=\(2, 9\)"),
         (dict(implementation="dense"), "implementation='dense'"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_efficient_attn import CodeOptions, VQAttention
 from keras_efficient_attn.ops import (
     linear_attention,
     soft_codes,
@@ -619,7 +620,10 @@ WRONG = [
     (dict(rank=2), "order=0"),
     (dict(order=2, rank=DIM + 1), "rank=5"),
     (dict(order=2, sigma=np.ones(2)), "`sigma`"),
-    (dict(sigma=np.ones(3)), r"sigma\.shape=\(3,\)"),
+    (
+        dict(sigma=np.ones(3)),
+        r"\(heads,\) = \(2,\) or \(heads, codes\) = \(2, 6\). .*sigma\.shape=\(3,\)",
+    ),
     (dict(log_weights=np.ones((2, 6))), "sigma=None"),
     (dict(sigma=np.ones(2), log_weights=np.ones(2)), r"log_weights\.shape=\(2,\)"),
     (dict(sigma=np.array([1.0, -1.0])), "`sigma` must be positive"),
@@ -656,3 +660,23 @@ def test_shapes_that_do_not_agree_are_refused():
         vq_attention(query, key, value, codes[0])
     with pytest.raises(ValueError, match=r"value\.shape=\(2, 22, 2, 3\)"):
         vq_attention(query, key, value[:, 1:], codes)
+
+
+@pytest.mark.parametrize("value", [3e19, np.inf])
+def test_keys_that_overflow_are_not_pulled_to_codes(value):
+    """The layer's loss is the mean squared distance of the other keys."""
+    codes = CodeOptions(init="random", commitment_weight=0.5)
+    layer = VQAttention(1, DIM, num_codes=CODES, codes=codes, qk_norm=False, seed=1)
+    x = np.random.default_rng(0).normal(size=(2, LENGTH, DIM)).astype("float32")
+    layer.build(x.shape, x.shape)
+    kernel, bias = layer.key_dense.get_weights()
+    key = (np.einsum("btd,dhk->bthk", x, kernel) + bias) * DIM**-0.25
+    distances = key[:, :, 0, None] - to_numpy(layer.codebook)[0]
+    distances = np.square(distances).sum(-1).min(-1)
+    x[0, 3] = x[1, 5] = value
+    others = np.isfinite(x).all(-1) & (np.abs(x) < 1e9).all(-1)
+    layer(x, x, training=True)
+    (loss,) = layer.losses
+    np.testing.assert_allclose(
+        to_numpy(loss), 0.5 * distances[others].mean(), rtol=1e-4
+    )

@@ -7,6 +7,7 @@ from keras_efficient_attn.ops.adaptive_span.bands import (
     attend_next,
 )
 from keras_efficient_attn.ops.adaptive_span.reference import reference_attention
+from keras_efficient_attn.ops.common.checks import may_agree
 from keras_efficient_attn.ops.common.inputs import SoftmaxCall
 from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.common.state import (
@@ -88,6 +89,7 @@ def adaptive_span_attention(
         ValueError: If `window` or `ramp` is not positive, if the shapes of `spans`,
             `position_key` or the other tensors do not fit, or if a `state` cannot be
             continued by this call.
+        TypeError: If `value` is not of a floating-point dtype.
 
     Example:
 
@@ -105,9 +107,9 @@ def adaptive_span_attention(
     call = SoftmaxCall.checked(inputs, causal, scale, state, dropout, implementation)
     config = SpanConfig(window, ramp, include_self, kernels=implementation is None)
     _check_operands(query, spans, position_key, window)
-    sizes = (*key.shape[2:], value.shape[-1])
     if state is not None:
-        check_state(state, recent_keys_spec(None, None, *sizes, None))
+        sizes = (key.shape[0], None, *key.shape[2:], value.shape[-1])
+        check_state(state, recent_keys_spec(*sizes, None))
     if position_key is not None:
         position_key = position_key[:window]
     return call.attend(config, FORMS, spans, position_key)
@@ -135,11 +137,12 @@ def adaptive_span_state(
 
 def _check_operands(query, spans, position_key, window):
     """Raises `ValueError` for invalid shapes of this operation's own tensors."""
-    shape, heads = tuple(spans.shape), query.shape[2]
-    if len(shape) not in (1, 3) or shape[-1] != heads:
+    batch, length, heads, _ = query.shape
+    if not any(may_agree(spans.shape, x) for x in ((heads,), (batch, length, heads))):
         raise ValueError(
-            "`spans` must have the shape (heads,) or (batch, query_length, heads), "
-            f"with {heads} heads. Received: spans.shape={shape}"
+            "`spans` must have the shape (heads,) or (batch, query_length, heads) of "
+            f"`query`. Received: spans.shape={tuple(spans.shape)}, "
+            f"query.shape={tuple(query.shape)}"
         )
     if position_key is None:
         return

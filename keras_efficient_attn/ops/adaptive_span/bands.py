@@ -6,8 +6,13 @@ import functools
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.block_softmax import attend_groups, merge_blocks
+from keras_efficient_attn.ops.common.block_softmax import (
+    attend_groups,
+    merge_blocks,
+    softmax_part,
+)
 from keras_efficient_attn.ops.common.checks import (
+    as_python_numbers,
     check_bool,
     check_positive_int,
     check_positive_number,
@@ -24,15 +29,13 @@ from keras_efficient_attn.ops.common.inputs import (
     masked_inputs,
     pad_to_common_length,
 )
-from keras_efficient_attn.ops.common.numerics import max_along, where
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, finish
+from keras_efficient_attn.ops.common.online_softmax import finish
 from keras_efficient_attn.ops.common.plan import (
     block_sizes,
     has_tpu_kernels,
     jit_on_jax,
 )
 from keras_efficient_attn.ops.common.positions import shifted_to_keys
-from keras_efficient_attn.ops.common.random import drop
 from keras_efficient_attn.ops.common.single_query import attend_single
 from keras_efficient_attn.ops.common.state import (
     append_segment,
@@ -169,10 +172,10 @@ def _band_step(config, causal, relative, by_document, rate):
         query, key, value, valid, spans, *rest = x
         query, key, value, spans = (by_head(t) for t in (query, key, value, spans))
         size, width = query.shape[3], key.shape[3]
-        logits = query @ ops.swapaxes(key, -1, -2)
+        position_logits = None
         if relative:
             by_distance = query @ ops.transpose(consts[0])
-            logits = logits + shifted_to_keys(by_distance, width)
+            position_logits = shifted_to_keys(by_distance, width)
         distance = ops.arange(size, dtype="int32")[:, None] + (window - 1)
         distance = distance - ops.arange(width, dtype="int32")
         near = ops.logical_and(
@@ -184,13 +187,10 @@ def _band_step(config, causal, relative, by_document, rate):
         if by_document:
             same = rest[0][:, None, :, :, None] == rest[1][:, None, :, None, :]
             exists = ops.logical_and(exists, same)
-        logits = where(exists, logits, LOG_ZERO)
-        scale = max_along(ops.stop_gradient(logits), axis=-1)
-        weights = ops.where(exists, mask * ops.exp(logits - scale[..., None]), 0.0)
-        totals = ops.sum(weights, axis=-1)
-        if rate is not None:
-            weights = drop(weights, rate, rest[-1][0, 0], consts[-1])
-        part = weights @ value, totals, scale
+        dropout = None if rate is None else (rate, rest[-1][0, 0], consts[-1])
+        part = softmax_part(
+            query, key, value, exists, dropout, position_logits, factors=mask
+        )
         # (batch, blocks, size, heads, ...)
         return carry, tuple(
             ops.transpose(t, (0, 2, 3, 1, 4)[: len(t.shape)]) for t in part
@@ -248,6 +248,7 @@ class SpanConfig:
     kernels: bool = True
 
     def __post_init__(self):
+        as_python_numbers(self, "window", "ramp")
         check_positive_int("window", self.window)
         check_positive_number("ramp", self.ramp)
         check_bool("include_self", self.include_self)

@@ -178,14 +178,22 @@ def _products_by_key(position_query, position_key, width):
     return shifted_to_keys(products, width)
 
 
-def softmax_part(query, key, value, allowed, dropout, position_logits=None):
-    """`(values, totals, log_scale)` of matrices of queries, keys and values."""
+def softmax_part(
+    query, key, value, allowed, dropout, position_logits=None, factors=None
+):
+    """`(values, totals, log_scale)` of matrices of queries, keys and values.
+
+    `factors` multiply the weights before they are normalised.
+    """
     logits = query @ ops.swapaxes(key, -1, -2)
     if position_logits is not None:
         logits = logits + position_logits
     logits = where(allowed, logits, LOG_ZERO)
-    scale = max_along(ops.stop_gradient(logits), axis=-1)
-    weights = ops.where(allowed, ops.exp(logits - scale[..., None]), 0.0)
+    scale = max_along(ops.stop_gradient(logits), axis=-1, initial=LOG_ZERO)
+    weights = ops.exp(logits - scale[..., None])
+    if factors is not None:
+        weights = factors * weights
+    weights = ops.where(allowed, weights, 0.0)
     totals = ops.sum(weights, axis=-1)
     if dropout is not None:
         weights = drop(weights, *dropout)

@@ -1,9 +1,12 @@
 """Checks of arguments."""
 
 import math
+import numbers
 
 import keras
 import numpy as np
+
+from keras_efficient_attn.ops.common.backend import is_traced_by_torch
 
 
 def check_positive_int(argument, received, optional=False):
@@ -80,9 +83,13 @@ def check_positive_values(argument, received):
 
     The values of a tensor are not read: a program may be being compiled.
     """
-    if not isinstance(received, int | float | list | tuple | np.generic | np.ndarray):
+    if is_number(received):
+        positive = received > 0
+    elif isinstance(received, list | tuple | np.ndarray) and not is_traced_by_torch():
+        positive = (np.asarray(received) > 0).all()
+    else:
         return
-    if not (np.asarray(received) > 0).all():
+    if not positive:
         raise ValueError(
             f"`{argument}` must be positive. Received: {argument}={received}"
         )
@@ -98,13 +105,13 @@ def check_rotary_wavelength(received, key_dim):
 
 
 def is_number(received):
-    """Whether it is an int or a float, but not a boolean."""
-    return isinstance(received, int | float) and not isinstance(received, bool)
+    """Whether it is a number of Python or NumPy, but not a boolean."""
+    return isinstance(received, numbers.Real) and not isinstance(received, bool)
 
 
 def is_int(received):
-    """Whether it is an int, but not a boolean."""
-    return isinstance(received, int) and not isinstance(received, bool)
+    """Whether it is an integer of Python or NumPy, but not a boolean."""
+    return isinstance(received, numbers.Integral) and not isinstance(received, bool)
 
 
 def is_positive_int(received):
@@ -118,6 +125,20 @@ def is_pair(received, least):
         and len(received) == 2
         and all(is_int(n) and n >= least for n in received)
     )
+
+
+def as_python_numbers(config, *names):
+    """Replaces NumPy's numbers in a frozen dataclass, which may overflow, by Python's.
+
+    Lists become tuples.
+    """
+    for name in names:
+        received = getattr(config, name)
+        if isinstance(received, np.generic):
+            object.__setattr__(config, name, received.item())
+        elif isinstance(received, list | tuple):
+            several = [x.item() if isinstance(x, np.generic) else x for x in received]
+            object.__setattr__(config, name, tuple(several))
 
 
 def may_agree(first, second):
@@ -146,10 +167,10 @@ def check_heads(query, key, value, key_mask=None, names=("query", "key")):
             f"length, heads, dim). Received: {query_name}.shape={queries}, "
             f"{key_name}.shape={keys}, value.shape={values}"
         )
-    if not may_agree(queries[2:], keys[2:]):
+    if not may_agree(queries[:1] + queries[2:], keys[:1] + keys[2:]):
         raise ValueError(
-            f"`{query_name}` and `{key_name}` must agree in heads and dim. Received: "
-            f"{query_name}.shape={queries}, {key_name}.shape={keys}"
+            f"`{query_name}` and `{key_name}` must agree in batch, heads and dim. "
+            f"Received: {query_name}.shape={queries}, {key_name}.shape={keys}"
         )
     if not may_agree(keys[:3], values[:3]):
         raise ValueError(
@@ -194,6 +215,14 @@ def check_dropout(received):
         raise ValueError(
             "`dropout` must be None or a pair of a rate, at least 0 and below 1, and a "
             f"seed. Received: dropout={received!r}"
+        )
+    seed = received[1]
+    is_list = isinstance(seed, list | tuple)
+    shape = (len(seed),) if is_list else getattr(seed, "shape", ())
+    if not may_agree(shape, (2,)):
+        raise ValueError(
+            "The seed of `dropout` must be floats of shape (2,), such as from "
+            f"`ops.common.random.dropout_seed`. Received: dropout={received!r}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 
@@ -17,15 +18,14 @@ def dense_attention(inputs, weigh):
     query, key, value, key_mask = inputs
     dtype = accumulator_dtype(query, key, value)
     query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
-    if key_mask is not None:
-        kept = ops.cast(key_mask, "bool")[..., None, None]
-        key, value = (ops.where(kept, t, 0.0) for t in (key, value))
+    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
     logits, factors = weigh(query, key)
     factors = ops.cast(factors, dtype)
     if key_mask is not None:
         factors = factors * ops.cast(key_mask, dtype)[:, None, None]
     logits = where(factors > 0, logits, LOG_ZERO)
-    weights = factors * ops.exp(logits - max_along(logits, axis=-1, keepdims=True))
+    largest = max_along(logits, axis=-1, keepdims=True, initial=LOG_ZERO)
+    weights = factors * ops.exp(logits - largest)
     values = ops.einsum("bhts,bshv->bthv", weights, value)
     return divide(values, ops.swapaxes(ops.sum(weights, axis=-1), 1, 2))
 

@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_dropout,
+    check_float_dtype,
     check_heads,
     check_implementation,
+    check_number,
     check_streaming,
 )
 from keras_efficient_attn.ops.common.chunking import pad_length
@@ -73,9 +76,13 @@ class SoftmaxCall:
 
         Raises:
             ValueError: For inconsistent arguments.
+            TypeError: If the values are not of a floating-point dtype.
         """
-        query, key, _, _ = inputs
+        query, key, value, key_mask = inputs
+        inputs = query, key, value, boolean_mask(key_mask)
         check_heads(*inputs)
+        check_float_dtype("value", value)
+        check_number("scale", scale, optional=True)
         check_dropout(dropout)
         refused = dict(state=state, dropout=dropout)
         check_implementation(implementation, "blocks", *kernels, **refused)
@@ -84,7 +91,7 @@ class SoftmaxCall:
         if scale is None:
             scale = inputs[0].shape[-1] ** -0.5
         rate, seed = (0.0, None) if dropout is None else dropout
-        options = SoftmaxOptions(bool(causal), scale, rate)
+        options = SoftmaxOptions(bool(causal), float(scale), float(rate))
         return cls(inputs, options, state, seed, implementation)
 
     def attend(self, config, forms, *operands):
@@ -122,6 +129,28 @@ class SoftmaxCall:
             )
         output = ops.cast(output, inputs[2].dtype)
         return output if state is None else (output, new_state)
+
+
+def boolean_mask(mask, name="key_mask"):
+    """A mask as a boolean tensor, true where it is not 0; `None` for `None`.
+
+    Raises:
+        TypeError: If it is no tensor, array or list of booleans or numbers.
+    """
+    if mask is None:
+        return None
+    if not hasattr(mask, "dtype"):
+        try:
+            array = np.array(mask)
+        except ValueError:
+            array = np.array(None)
+        if array.dtype.kind not in "bif":
+            raise TypeError(
+                f"`{name}` must be a tensor, an array or a list of rows of booleans, "
+                f"of one length. Received: {name}={mask!r}"
+            )
+        mask = array
+    return ops.cast(mask, "bool")
 
 
 def hide_masked(keys, key_mask):

@@ -3,11 +3,13 @@
 import keras
 from keras import ops
 
-from keras_efficient_attn.ops.common.backend import BACKEND, is_traced_by_torch
+from keras_efficient_attn.ops.common.backend import BACKEND, is_traced_by_torch, pick
 from keras_efficient_attn.ops.common.plan import device_kind
 
 if BACKEND == "torch":
     import torch
+elif BACKEND == "tensorflow":
+    import tensorflow as tf
 
 # Entries whose maximum is taken before their index.
 _GROUP = 16
@@ -41,11 +43,22 @@ def _max_on_torch(x, axis, keepdims=False, initial=None):
 
     With `initial`, Keras reads a number from a tensor there.
     """
-    largest = ops.convert_to_tensor(x).amax(axis, keepdims)
-    return largest if initial is None else largest.clamp(min=initial)
+    x = ops.convert_to_tensor(x)
+    if initial is None:
+        return x.amax(axis, keepdims)
+    if not x.numel():
+        # PyTorch has no maximum of no entries.
+        return x.sum(axis, keepdims) + initial
+    return x.amax(axis, keepdims).clamp(min=initial)
 
 
-max_along = _max_on_torch if BACKEND == "torch" else ops.max
+def _max_on_tensorflow(x, axis, keepdims=False, initial=None):
+    """`ops.max`, which refuses tensors without entries."""
+    largest = tf.reduce_max(x, axis, keepdims)
+    return largest if initial is None else tf.maximum(largest, initial)
+
+
+max_along = pick(ops.max, torch=_max_on_torch, tensorflow=_max_on_tensorflow)
 
 
 def greatest_index(x):
@@ -56,8 +69,6 @@ def greatest_index(x):
     float64 to float32.
     """
     if BACKEND == "tensorflow":
-        import tensorflow as tf
-
         return tf.argmax(x, axis=-1, output_type=tf.int32)
     if BACKEND == "torch":
         return ops.cast(ops.argmax(x, axis=-1), "int32")

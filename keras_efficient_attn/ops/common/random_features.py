@@ -6,6 +6,8 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.random import normal
 
+ROW_NORMS = ("chi", "sqrt_dim")
+
 
 def default_num_features(dim):
     """max(256, d ln d): enough random features for a head of size `dim`."""
@@ -41,9 +43,17 @@ def random_projection(directions, norms, orthogonal=True, row_norm="chi"):
         row_norm: `"chi"` (the default): norms of Gaussian vectors, the unbiased
             estimator. `"sqrt_dim"`: every norm is √dim, biased, with less variance.
 
+    Raises:
+        ValueError: For another `row_norm`.
+
     Reference:
         - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
     """
+    if row_norm not in ROW_NORMS:
+        raise ValueError(
+            f"`row_norm` must be one of {', '.join(ROW_NORMS)}. Received: "
+            f"row_norm={row_norm!r}"
+        )
     num_features, dim = norms.shape
     if orthogonal:
         q, r = ops.qr(directions)

@@ -4,7 +4,12 @@ import itertools
 
 from keras import ops
 
-from keras_efficient_attn.ops.common.checks import check_float_dtype, check_heads
+from keras_efficient_attn.ops.common.checks import (
+    check_float_dtype,
+    check_heads,
+    check_positive_values,
+)
+from keras_efficient_attn.ops.common.inputs import boolean_mask
 from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.fourier import reference
@@ -69,6 +74,7 @@ def fourier_attention(
 
     Raises:
         ValueError: If shapes do not agree, or an argument is not one of those above.
+        TypeError: If `value` is not of a floating-point dtype.
 
     Example:
 
@@ -81,13 +87,16 @@ def fourier_attention(
     Reference:
         - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206)
     """
+    key_mask = boolean_mask(key_mask)
     check_heads(query, key, value, key_mask)
     check_float_dtype("value", value)
+    check_positive_values("radius", radius)
     config = FourierConfig(power, causal, chunk_size, implementation)
     if implementation == "reference":
-        return reference.fourier_attention(
+        output = reference.fourier_attention(
             query, key, value, radius, power, key_mask, causal, first_position
         )
+        return ops.cast(output, value.dtype)
 
     def attend(query, key, value, key_mask, first_position):
         values, totals, _ = fourier_sums(

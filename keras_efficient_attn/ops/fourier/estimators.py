@@ -11,7 +11,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_number,
     check_positive_values,
 )
-from keras_efficient_attn.ops.common.numerics import sine
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype, sine
 from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.fourier.kernel import POWERS, FourierConfig
@@ -84,7 +84,7 @@ def fourier_density(points, samples, radius, power: int = 4):
     Reference:
         - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206)
     """
-    points, samples = (ops.convert_to_tensor(x) for x in (points, samples))
+    points, samples = _as_floats(points, samples)
     ones = ops.ones_like(samples[:, :1])
     _, totals, log_scale = _sums(points, samples, ones, radius, power)
     dim, count = points.shape[1], ops.cast(shape_of(samples)[0], totals.dtype)
@@ -122,9 +122,7 @@ def fourier_regression(points, samples, targets, radius, power: int = 4):
     Reference:
         - [Nguyen et al., 2022](https://arxiv.org/abs/2206.00206)
     """
-    points, samples, targets = (
-        ops.convert_to_tensor(x) for x in (points, samples, targets)
-    )
+    points, samples, targets = _as_floats(points, samples, targets)
     values, totals, _ = _sums(points, samples, targets, radius, power)
     return divide(values, totals)[0, :, 0]
 
@@ -155,9 +153,7 @@ def gaussian_regression(points, samples, targets, sigma):
     Reference:
         - [Nadaraya, 1964](https://doi.org/10.1137/1109020)
     """
-    points, samples, targets = (
-        ops.convert_to_tensor(x) for x in (points, samples, targets)
-    )
+    points, samples, targets = _as_floats(points, samples, targets)
     _check_shapes(points, samples, targets)
     check_positive_number("sigma", sigma)
     squares = sum(
@@ -220,6 +216,13 @@ def best_radius(
         )
     check_positive_number("scale", scale)
     return num_samples ** (1 / orders[estimator]) / scale
+
+
+def _as_floats(*arrays):
+    """Tensors in the accumulator's dtype."""
+    tensors = [ops.convert_to_tensor(x) for x in arrays]
+    dtype = accumulator_dtype(*tensors)
+    return [ops.cast(x, dtype) for x in tensors]
 
 
 def _sums(points, samples, targets, radius, power):

@@ -16,7 +16,10 @@ from typing import NamedTuple
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    as_python_numbers,
+    check_positive_int,
+)
 from keras_efficient_attn.ops.common.numerics import pad
 from keras_efficient_attn.ops.common.plan import block_sizes
 
@@ -95,6 +98,7 @@ class FourierConfig:
     implementation: str | None = None
 
     def __post_init__(self):
+        as_python_numbers(self, "power", "chunk_size")
         check_power(self.power)
         check_positive_int("chunk_size", self.chunk_size, optional=True)
         if self.implementation not in IMPLEMENTATIONS:

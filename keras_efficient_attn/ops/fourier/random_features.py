@@ -70,6 +70,7 @@ def squared_features(x, frequencies):
     Returns:
         Features `(..., M(2M + 1))` and `None`, like the maps of `ops.feature_maps`.
     """
+    x = ops.convert_to_tensor(x)
     angles = x @ ops.transpose(frequencies)
     waves = ops.concatenate([cosine(angles), sine(angles)], axis=-1)
     waves = waves / math.sqrt(frequencies.shape[0])

@@ -10,6 +10,7 @@ from keras_efficient_attn.ops.common.backend import (
     shape_of,
 )
 from keras_efficient_attn.ops.common.chunking import chunk_layout, pad_to
+from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, max_along, where
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import jit_on_jax
@@ -46,9 +47,7 @@ def fourier_sums(
     dtype = accumulator_dtype(query, key, value)
     valid = None
     if key_mask is not None:
-        kept = ops.cast(key_mask, "bool")[..., None, None]
-        key = ops.where(kept, key, ops.zeros_like(key))
-        value = ops.where(kept, value, ops.zeros_like(value))
+        key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
         valid = ops.cast(key_mask, dtype)
     query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
     radius = ops.cast(radius, dtype)

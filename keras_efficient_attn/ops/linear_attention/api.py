@@ -20,6 +20,7 @@ from keras_efficient_attn.ops.common.feature_kernels.choice import (
     features_config,
 )
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import Entrywise
+from keras_efficient_attn.ops.common.inputs import boolean_mask, hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
@@ -147,6 +148,7 @@ def linear_attention(
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
+    key_mask = boolean_mask(key_mask)
     inputs = query_features, key_features, value, key_mask
     check_heads(*inputs, names=("query_features", "key_features"))
     if key_log_weight is not None:
@@ -162,17 +164,19 @@ def linear_attention(
         check_implementation(implementation, "chunked", *GATED_LIMITS)
     if implementation == "reference":
         if is_gated:
-            return gated.reference(inputs, rates, normalize)
-        return reference_attention(inputs, key_log_weight, causal, normalize)
+            output = gated.reference(inputs, rates, normalize)
+        else:
+            output = reference_attention(inputs, key_log_weight, causal, normalize)
+        return ops.cast(output, value.dtype)
     options = dict(causal=causal, normalize=normalize, chunk_size=chunk_size)
     config = dataclasses.replace(
         features_config(key_features.shape[-1], **options),
         implementation=implementation,
         entrywise=_identity,
     )
-    sizes = (*key_features.shape[2:], value.shape[-1])
     if state is not None:
-        check_state(state, linear_attention_state_spec(None, *sizes))
+        sizes = (key_features.shape[0], *key_features.shape[2:], value.shape[-1])
+        check_state(state, linear_attention_state_spec(*sizes))
     tensors = query_features, key_features, value
     options = dict(key_mask=key_mask, state=state)
     if is_gated:
@@ -228,13 +232,10 @@ def linear_attention_with_feature_maps(
             rest = map_weights, key_log_weight, key_mask, state
             return kernel.linear_attention(query, key, value, config, *rest)
     dtype = accumulator_dtype(query, key, value)
+    valid = None
     if key_mask is not None:
-        kept = ops.cast(key_mask, "bool")[..., None, None]
-        key = ops.where(kept, key, ops.zeros_like(key))
-        value = ops.where(kept, value, ops.zeros_like(value))
+        key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
         valid = ops.cast(key_mask, dtype)
-    else:
-        valid = None
     if key_log_weight is not None:
         key_log_weight = bounded_log_weight(ops.cast(key_log_weight, dtype), key_mask)
 

@@ -19,6 +19,7 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import check_positive_int
 from keras_efficient_attn.ops.common.constants import constant
 from keras_efficient_attn.ops.common.feature_kernels.entrywise import SCALED_WIDTH
+from keras_efficient_attn.ops.common.inputs import boolean_mask, hide_masked
 from keras_efficient_attn.ops.common.numerics import (
     NORM_EPSILON,
     at_least,
@@ -56,6 +57,7 @@ def positive_random_features(x, projection, hyperbolic: bool = False):
     Reference:
         - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
     """
+    x = ops.convert_to_tensor(x)
     exponents = x @ ops.transpose(projection)
     if hyperbolic:
         exponents = ops.concatenate([exponents, -exponents], axis=-1)
@@ -84,7 +86,8 @@ def optimal_positive_features(x, projection, shape, hyperbolic: bool = False):
         - [Likhosherstov et al., 2022](https://arxiv.org/abs/2205.15317)
         - [Likhosherstov et al., 2023](https://arxiv.org/abs/2302.00787), matrices
     """
-    shape = shape * ops.ones((x.shape[-1],), x.dtype)
+    x = ops.convert_to_tensor(x)
+    shape = ops.cast(shape, x.dtype) * ops.ones((x.shape[-1],), x.dtype)
     rows = ops.transpose(projection)
     stretch = 1.0 - 4.0 * shape
     # Use matrices: TensorFlow has no `@` of a vector and a matrix, and `ops.matmul`
@@ -119,16 +122,19 @@ def optimal_shape(query, key, query_mask=None, key_mask=None):
         # Use sums, because `ops.mean` rounds float64 to float32 on PyTorch.
         if mask is None:
             return ops.sum(x, axis=1) / ops.cast(shape_of(x)[1], x.dtype)
-        mask = ops.cast(mask, x.dtype)[..., None, None]
-        return ops.sum(x * mask, axis=1) / _at_least(ops.sum(mask, axis=1), 1.0)
+        number = ops.sum(ops.cast(mask, x.dtype), axis=1)[:, None, None]
+        return ops.sum(hide_masked(x, mask), axis=1) / at_least(number, 1.0)
 
+    query, key = map(ops.convert_to_tensor, (query, key))
+    query_mask = boolean_mask(query_mask, "query_mask")
+    key_mask = boolean_mask(key_mask)
     head_dim = query.shape[-1]
     squares = mean(ops.sum(ops.square(query), -1, keepdims=True), query_mask) + mean(
         ops.sum(ops.square(key), -1, keepdims=True), key_mask
     )
     products = mean(query, query_mask) * mean(key, key_mask)
     norm = squares[..., 0] + 2.0 * ops.sum(products, axis=-1)
-    norm = _at_least(ops.stop_gradient(norm), 1e-6)
+    norm = at_least(ops.stop_gradient(norm), 1e-6)
     root = ops.sqrt(ops.square(2.0 * norm + head_dim) + 8.0 * head_dim * norm)
     # The textbook (root - 2 norm - d) / (4 norm) loses all digits for small norms.
     rho = 2.0 * head_dim / (root + 2.0 * norm + head_dim)
@@ -152,6 +158,7 @@ def trigonometric_features(x, projection):
     Reference:
         - [Rahimi & Recht, 2007](https://papers.nips.cc/paper/3182)
     """
+    x = ops.convert_to_tensor(x)
     angles = x @ ops.transpose(projection)
     features = ops.concatenate([cosine(angles), sine(angles)], axis=-1)
     log_scale = 0.5 * ops.sum(ops.square(x), axis=-1)
@@ -173,6 +180,7 @@ def relu_features(x, projection=None, epsilon: float = 1e-3):
     Reference:
         - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
     """
+    x = ops.convert_to_tensor(x)
     if projection is not None:
         x = x @ ops.transpose(projection) / math.sqrt(projection.shape[0])
     return ops.relu(x) + epsilon, None
@@ -183,9 +191,9 @@ def elu_features(x):
     """`elu(x) + 1`, positive at any scale.
 
     Vectors of fewer than 16 entries are divided by their largest feature if it is less
-    than 1. Features are exact above 1e-15 (1e-140 in float64) of the largest, or of 1
-    in wider vectors, which are the entries above −34 (−322). Smaller features count as
-    that, so that every key has a weight.
+    than 1. Features are exact above 1e-15 (1e-140 in float64, 1e-4 in float16) of the
+    largest, or of 1 in wider vectors, which are the entries above −34 (−322, −9).
+    Smaller features count as that, so that every key has a weight.
 
     Args:
         x: `(..., head_dim)`.
@@ -197,6 +205,7 @@ def elu_features(x):
     Reference:
         - [Katharopoulos et al., 2020](https://arxiv.org/abs/2006.16236)
     """
+    x = ops.convert_to_tensor(x)
     if x.shape[-1] >= SCALED_WIDTH:
         return _elu_plus_one(x), None
     log_scale = -ops.relu(-ops.stop_gradient(max_along(x, axis=-1)))
@@ -212,8 +221,8 @@ def _elu_plus_one(x, log_scale=None):
     # A form without a branch, whose derivative at 0 is 1 and which stays positive where
     # `elu(x)` rounds to −1.
     positive = ops.relu(x)
-    wide = keras.backend.standardize_dtype(x.dtype) == "float64"
-    least = math.log(1e-140 if wide else FEATURE_FLOOR)
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    least = math.log({"float64": 1e-140, "float16": 1e-4}.get(dtype, FEATURE_FLOOR))
     exponent = x - positive if log_scale is None else x - positive - log_scale
     return positive + ops.exp(at_least(exponent, least))
 
@@ -231,6 +240,7 @@ def unit_features(x, epsilon: float = NORM_EPSILON):
     Reference:
         - [Yang et al., 2024](https://arxiv.org/abs/2406.06484)
     """
+    x = ops.convert_to_tensor(x)
     squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
     return scale_vectors(x, ops.rsqrt(squares + epsilon * x.shape[-1])), None
 
@@ -242,6 +252,7 @@ def sum_features(x):
     Reference:
         - [Schlag et al., 2021](https://arxiv.org/abs/2102.11174)
     """
+    x = ops.convert_to_tensor(x)
     total = ops.sum(ops.abs(x), axis=-1, keepdims=True)
     return x / at_least(total, 1e-6), None
 
@@ -270,7 +281,7 @@ def exponential_features(x):
     Returns:
         Features `(..., head_dim)` and their log scale.
     """
-    return _exponential(x, 0.5 * math.log(x.shape[-1]))
+    return _exponential(ops.convert_to_tensor(x), 0.5 * math.log(x.shape[-1]))
 
 
 @symbolic
@@ -310,6 +321,7 @@ def learned_exponential_features(x, kernel, bias, norm):
     Reference:
         - [Zhang et al., 2024](https://arxiv.org/abs/2402.04347)
     """
+    x, bias, norm = map(ops.convert_to_tensor, (x, bias, norm))
     exponents = ops.einsum("bhcsd,hdm->bhcsm", x, kernel) + bias[:, None, None]
     squares = ops.sum(norm[:, None, None] * ops.square(x), axis=-1)
     return _exponential(exponents, -squares)
@@ -379,10 +391,6 @@ def polynomial_dimension(head_dim, order):
     return size
 
 
-def _at_least(x, bound):
-    return ops.where(x > bound, x, bound)
-
-
 def _exponential(exponents, offset):
     """`exp(exponents + offset) / √m`, as features of at most 1 and a log scale."""
     largest = ops.stop_gradient(max_along(exponents, axis=-1))
@@ -396,6 +404,7 @@ def _monomials(x, order, kind):
     Homogeneous, so that dividing `(1, x)` by its largest entry only changes a log
     scale.
     """
+    x = ops.convert_to_tensor(x)
     polynomial_dimension(x.shape[-1], order)
     if kind == "power":
         x = x / math.sqrt(order)

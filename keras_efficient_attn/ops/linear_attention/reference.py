@@ -4,7 +4,11 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.inputs import hide_masked
-from keras_efficient_attn.ops.common.numerics import where
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    max_along,
+    where,
+)
 from keras_efficient_attn.ops.common.online_softmax import (
     LOG_ZERO,
     bounded_log_weight,
@@ -17,9 +21,11 @@ def reference_attention(inputs, key_log_weight, causal, normalize):
 
     Arguments are as for `ops.linear_attention`; `inputs` are `(query_features,
     key_features, value, key_mask)`. The `(query_length, key_length)` weights are
-    formed, in the dtype of the input.
+    formed, in the accumulator's dtype.
     """
-    query_features, key_features, value, key_mask = inputs
+    *tensors, key_mask = inputs
+    dtype = accumulator_dtype(*tensors)
+    query_features, key_features, value = (ops.cast(t, dtype) for t in tensors)
     key_features = hide_masked(key_features, key_mask)
     value = hide_masked(value, key_mask)
     weights = ops.einsum("bthm,bshm->bhts", query_features, key_features)
@@ -32,12 +38,14 @@ def reference_attention(inputs, key_log_weight, causal, normalize):
         columns = ops.arange(shape_of(key_features)[1])[None, :]
         allowed = allowed & (rows >= columns)
     if key_log_weight is not None:
-        logs = bounded_log_weight(key_log_weight, key_mask)
+        logs = bounded_log_weight(ops.cast(key_log_weight, dtype), key_mask)
         logs = ops.transpose(logs, (0, 2, 1))[:, :, None, :]
         allowed = allowed & (logs > LOG_ZERO)
         logs = where(allowed, logs, LOG_ZERO)
         if normalize:
-            logs = logs - ops.stop_gradient(ops.max(logs, axis=-1, keepdims=True))
+            logs = logs - max_along(
+                ops.stop_gradient(logs), axis=-1, keepdims=True, initial=LOG_ZERO
+            )
         weights = weights * ops.exp(logs)
     weights = ops.where(allowed, weights, 0.0)
     values = ops.einsum("bhts,bshv->bthv", weights, value)

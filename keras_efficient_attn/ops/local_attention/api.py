@@ -101,7 +101,8 @@ def local_attention(
 
     Returns:
         `(batch, query_length, heads, value_dim)` in the dtype of `value`; with a
-        `state`, the pair of that and the state after the last position.
+        `state`, the pair of that and the state after the last position. Outputs of a
+        call that reads beyond the `grid` are NaN.
 
     Raises:
         ValueError: If `window`, `query_block`, `memory`, `grid` and `grid_order` define
@@ -109,6 +110,7 @@ def local_attention(
             `state` cannot be continued by this call, for an invalid `dropout`, for a
             `window_bias` without a `window` or of another shape, or if a requested
             kernel cannot run.
+        TypeError: If `value` is not of a floating-point dtype.
 
     Example:
 
@@ -130,9 +132,8 @@ def local_attention(
         shape = tuple(tensor.shape)
         config.check_length(f"{name}.shape", shape[1], shape)
     if state is not None:
-        check_state(
-            state, _state_spec(config, None, *key.shape[2:], value.shape[-1], None)
-        )
+        sizes = (key.shape[0], *key.shape[2:], value.shape[-1])
+        check_state(state, _state_spec(config, *sizes, None))
     if window_bias is not None:
         _check_window_bias(window_bias, query, config, call)
         window_bias = ops.cast(window_bias, accumulator_dtype(query, key, value))

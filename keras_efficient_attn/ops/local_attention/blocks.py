@@ -1,5 +1,7 @@
 """Local attention of whole sequences and segments, in blocks of queries and keys."""
 
+import math
+
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.block_softmax import attend_near, attend_recent
 from keras_efficient_attn.ops.common.inputs import (
@@ -15,6 +17,7 @@ from keras_efficient_attn.ops.common.single_query import attend_recent_single
 from keras_efficient_attn.ops.common.state import (
     append_segment,
     drop_oldest,
+    nan_beyond,
 )
 from keras_efficient_attn.ops.local_attention.grid import attend_grid
 
@@ -36,7 +39,11 @@ def attend_in_blocks(inputs, window_bias, state, seed, rows, config, options):
         start = None if mask_fn.sees_all_in_reach else position
         relative = bias_products(query, window_bias)
         part = attend_recent(query, *past, mask_fn, start, dropout, relative)
-        return finish(*part, True), drop_oldest(past, length, position, rows.lengths)
+        output = finish(*part, True)
+        new_state = drop_oldest(past, length, position, rows.lengths)
+        if config.is_grid:
+            output = nan_beyond(math.prod(config.grid), new_state["position"], output)
+        return output, new_state
     inputs = pad_to_common_length(query, key, value, valid)
     if config.is_grid:
         part = attend_grid(*inputs, mask_fn, dropout)
@@ -64,6 +71,9 @@ def attend_next(inputs, window_bias, state, seed, rows, config, options):
     inputs = (query * options.scale, *segment)
     mask_fn = config.mask_fn(causal=True)
     dropout = options.dropout_and_seed(seed)
-    return attend_recent_single(
+    output, new_state = attend_recent_single(
         inputs, state, mask_fn, dropout, window_bias, rows.lengths
     )
+    if config.is_grid:
+        output = nan_beyond(math.prod(config.grid), new_state["position"], output)
+    return output, new_state

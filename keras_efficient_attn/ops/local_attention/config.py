@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from keras_efficient_attn.ops.common.checks import (
+    as_python_numbers,
     check_positive_int,
     is_int,
     is_pair,
@@ -40,6 +41,7 @@ class LocalConfig:
     grid_order: str = "raster"
 
     def __post_init__(self):
+        as_python_numbers(self, "window", "query_block", "memory", "grid")
         if self.query_block is None:
             self._check_window()
         elif self.window is not None:
@@ -123,11 +125,6 @@ class LocalConfig:
                 "`grid` must be a pair, the rows and columns of the image, because "
                 f"`query_block` is a pair. Received: grid={self.grid!r}"
             )
-        self._set(
-            query_block=tuple(self.query_block),
-            memory=tuple(self.memory),
-            grid=tuple(self.grid),
-        )
 
     def _check_blocks(self):
         if not is_positive_int(self.query_block):

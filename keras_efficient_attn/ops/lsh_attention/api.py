@@ -3,8 +3,8 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_implementation
-from keras_efficient_attn.ops.common.inputs import hide_masked
+from keras_efficient_attn.ops.common.checks import check_implementation, may_agree
+from keras_efficient_attn.ops.common.inputs import boolean_mask, hide_masked
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.plan import jit_on_jax, symbolic
 from keras_efficient_attn.ops.common.state import check_state
@@ -74,24 +74,28 @@ def lsh_attention(
             pairs of positions, for a length that is known when a graph is traced; or
             `"reference"`, the definition. Defaults to `None`: pairs while they take
             less time (on a CPU with 4 rounds, 32 buckets and chunks of 64, causal, up
-            to 2,800 positions, on TensorFlow 3,800) and, but for PyTorch's kernel on
-            CPUs, while `batch · heads · length²` is at most 2²⁷; otherwise chunks.
+            to 2,048 positions, on TensorFlow 3,072; with `aligned`, 2,797 and 3,882)
+            and, but for PyTorch's kernel on CPUs, while `batch · heads · length²` is at
+            most 2²⁷ on a CPU; otherwise chunks.
 
     Returns:
         `(output, state)`: `(batch, length, heads, value_dim)` in the accumulator's
         dtype, and the new state or `None`.
 
     Raises:
-        ValueError: If a `state` is given without `causal` and `aligned`, or has other
-            sizes; for sizes that are not positive integers, for an unknown
-            implementation, or one that cannot run; or for more positions and buckets
-            than the sort can hold.
+        ValueError: If shapes do not agree; if a `state` is given without `causal` and
+            `aligned`, or has other sizes; for sizes that are not positive integers, for
+            an unknown implementation, or one that cannot run; or for more positions and
+            buckets than the sort can hold.
 
     Reference:
         - [Kitaev et al., 2020](https://arxiv.org/abs/2001.04451)
     """
-    query, value, buckets = map(ops.convert_to_tensor, (query, value, buckets))
+    query, value = map(ops.convert_to_tensor, (query, value))
+    # Narrow integers would overflow in the keys of the sort.
+    buckets, key_mask = ops.cast(buckets, "int32"), boolean_mask(key_mask)
     config = LSHConfig(num_buckets, chunk_size, causal, aligned, across_buckets, scale)
+    _check_shapes(query, value, buckets, key_mask, dropout_mask, chunk_size)
     if isinstance(query.shape[1], int):
         config.check_length(query.shape[1])
     if state is not None and not (causal and aligned):
@@ -112,12 +116,41 @@ def lsh_attention(
             "implementation='pairs' needs inputs of a fixed length. Received: "
             f"query.shape={tuple(query.shape)}"
         )
-    sizes = (*buckets.shape[1:3], num_buckets, chunk_size)
-    sizes = (*sizes, query.shape[-1], value.shape[-1])
     if state is not None:
-        check_state(state, lsh_attention_state_spec(None, *sizes, None))
+        sizes = (*buckets.shape[:3], num_buckets, chunk_size)
+        sizes = (*sizes, query.shape[-1], value.shape[-1])
+        check_state(state, lsh_attention_state_spec(*sizes, None))
     extras = (key_mask, state, dropout_mask)
     return _attend(query, value, buckets, *extras, config, implementation)
+
+
+def _check_shapes(query, value, buckets, key_mask, dropout_mask, chunk_size):
+    """Raises `ValueError` for shapes that do not agree."""
+    queries, values = tuple(query.shape), tuple(value.shape)
+    if len(queries) != 4 or not may_agree(queries[:3], values[:-1]):
+        raise ValueError(
+            "`query` and `value` must have the shape (batch, length, heads, dim), and "
+            "agree in batch, length and heads. Received: "
+            f"query.shape={queries}, value.shape={values}"
+        )
+    batch, length, heads, _ = queries
+    rounds = buckets.shape[2] if len(buckets.shape) == 4 else None
+    pairs = (chunk_size, 2 * chunk_size)
+    for name, tensor, axes, shape in (
+        ("buckets", buckets, "heads, rounds, length", (heads, rounds, length)),
+        ("key_mask", key_mask, "length", (length,)),
+        (
+            "dropout_mask",
+            dropout_mask,
+            "heads, rounds, chunk_size, 2 · chunk_size",
+            (heads, rounds, *pairs),
+        ),
+    ):
+        if tensor is not None and not may_agree(tensor.shape, (batch, *shape)):
+            raise ValueError(
+                f"`{name}` must have the shape (batch, {axes}) = {(batch, *shape)}. "
+                f"Received: {name}.shape={tuple(tensor.shape)}"
+            )
 
 
 @jit_on_jax("config")
@@ -133,6 +166,7 @@ def lsh_attention_by_document(query, value, buckets, key_mask, documents, config
         `(batch, length, heads, value_dim)` in the accumulator's dtype.
     """
     dtype = accumulator_dtype(query, value)
+    buckets = ops.cast(buckets, "int32")
     kept = ops.ones(shape_of(query)[:2], "bool") if key_mask is None else key_mask
     query, value = (ops.cast(hide_masked(t, key_mask), dtype) for t in (query, value))
     return pairs_lsh_attention(query, value, buckets, kept, config, documents)
@@ -143,12 +177,8 @@ def _attend(
     query, value, buckets, key_mask, state, dropout_mask, config, implementation
 ):
     dtype = accumulator_dtype(query, value)
-    if key_mask is None:
-        kept = ops.ones(shape_of(query)[:2], "bool")
-    else:
-        kept = ops.cast(key_mask, "bool")
-        hidden = ops.logical_not(kept)[..., None, None]
-        query, value = (ops.where(hidden, ops.zeros_like(t), t) for t in (query, value))
+    kept = ops.ones(shape_of(query)[:2], "bool") if key_mask is None else key_mask
+    query, value = hide_masked(query, key_mask), hide_masked(value, key_mask)
     if dropout_mask is not None:
         dropout_mask = ops.cast(dropout_mask, dtype)
     wide = ops.cast(query, dtype), ops.cast(value, dtype)

@@ -205,12 +205,3 @@ def with_self(values, totals, own_value):
     """Normalises; a query that sees no other key gets its own value."""
     alone = (totals == 0.0)[..., None]
     return ops.where(alone, own_value, divide(values, totals))
-
-
-def columns_of(rows, *widths):
-    """Splits the last axis into `widths`."""
-    start, parts = 0, []
-    for width in widths:
-        parts.append(rows[..., start : start + width])
-        start += width
-    return parts

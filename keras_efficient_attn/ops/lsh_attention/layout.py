@@ -7,7 +7,11 @@ import math
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import are_values_known, shape_of
-from keras_efficient_attn.ops.common.checks import check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    as_python_numbers,
+    check_number,
+    check_positive_int,
+)
 from keras_efficient_attn.ops.common.chunking import chunk_layout
 from keras_efficient_attn.ops.common.numerics import greatest_index, pad
 from keras_efficient_attn.ops.common.rows import running_count
@@ -283,8 +287,10 @@ class LSHConfig:
     scale: float = 1.0
 
     def __post_init__(self):
+        as_python_numbers(self, "num_buckets", "chunk_size", "scale")
         check_positive_int("num_buckets", self.num_buckets)
         check_positive_int("chunk_size", self.chunk_size)
+        check_number("scale", self.scale)
         if self.aligned and self.across_buckets:
             raise ValueError(
                 "`across_buckets=True` needs `aligned=False`: an aligned chunk holds "

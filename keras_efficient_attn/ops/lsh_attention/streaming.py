@@ -13,15 +13,35 @@ from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.rows import take_rows
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.state import make_state, write_positions
-from keras_efficient_attn.ops.lsh_attention.chunked import (
-    columns_of,
-    masked_part,
-    with_self,
-)
+from keras_efficient_attn.ops.lsh_attention.chunked import masked_part, with_self
 
 
-def lsh_attention_state(*sizes, dtype="float32"):
-    """The state before the first position, by `lsh_attention_state_spec`."""
+def lsh_attention_state(
+    batch_size,
+    num_heads,
+    rounds,
+    num_buckets,
+    chunk_size,
+    dim,
+    value_dim,
+    *,
+    dtype="float32",
+):
+    """The state of causal LSH attention before the first position.
+
+    Args:
+        batch_size, num_heads: Sizes.
+        rounds: Number of rounds of hashing.
+        num_buckets, chunk_size: As for `lsh_attention`.
+        dim: Size of the queries.
+        value_dim: Size of the values.
+        dtype: `"float32"` (the default) or `"float64"`.
+
+    Returns:
+        Dict of `"cache"` and `"count"`: the last `2 · chunk_size` keys of each bucket,
+        with their values, and the number of keys that each bucket has had. Batch first.
+    """
+    sizes = (batch_size, num_heads, rounds, num_buckets, chunk_size, dim, value_dim)
     return make_state(lsh_attention_state_spec(*sizes, dtype))
 
 
@@ -55,7 +75,8 @@ def streamed_lsh_attention(query, value, buckets, kept, config, state, dropout):
     """
     batch, length, heads, dim = query.shape
     rounds, value_dim = buckets.shape[2], value.shape[-1]
-    found = heads * rounds * 2 * config.chunk_size * (dim + value_dim) * (batch or 1)
+    rows = max(1, batch) if isinstance(batch, int) else 1
+    found = heads * rounds * 2 * config.chunk_size * (dim + value_dim) * rows
     # Each position of a step gathers the keys of its own bucket.
     block = max(1, min(config.chunk_size, block_sizes().found_floats // found))
     if isinstance(length, int):
@@ -122,8 +143,8 @@ def _step(dim, value_dim, rounds, config):
         found = ops.reshape(
             take_rows(index, table)[0], (batch, heads, rounds, block, ring, width)
         )
-        old_key, old_value, old_code = columns_of(found, dim, value_dim, rounds)
-        old_code = ops.cast(old_code, "int32")
+        old_key, old_value = found[..., :dim], found[..., dim : dim + value_dim]
+        old_code = ops.cast(found[..., dim + value_dim :], "int32")
         for r in range(rounds):
             seen = None
             for other in range(r, -1, -1):

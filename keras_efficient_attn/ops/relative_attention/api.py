@@ -78,6 +78,7 @@ def relative_attention(
         ValueError: If `offset` or `window` is out of range, `position_key` does not
             have all distances, a bias is not `(heads, dim)`, or other shapes do not
             agree.
+        TypeError: If `value` is not of a floating-point dtype.
 
     Example:
 
@@ -95,8 +96,8 @@ def relative_attention(
     call = SoftmaxCall.checked(inputs, causal, scale, None, dropout, implementation)
     config, options = RelativeConfig(offset, window), call.options
     biases = content_bias, position_bias
-    _check_operands(query, key, position_key, biases, config, options)
-    operands = inputs, position_key, biases, documents
+    _check_operands(query, key, position_key, biases, documents, config, options)
+    operands = call.inputs, position_key, biases, documents
     if implementation == "reference":
         output = reference_attention(*operands, config, options)
         return ops.cast(output, value.dtype)
@@ -106,7 +107,7 @@ def relative_attention(
     return ops.cast(output, value.dtype)
 
 
-def _check_operands(query, key, position_key, biases, config, options):
+def _check_operands(query, key, position_key, biases, documents, config, options):
     """Raises `ValueError` for invalid shapes of this operation's own tensors."""
     length, (keys, *head) = query.shape[1], key.shape[1:]
     head, offset = tuple(head), config.offset
@@ -125,7 +126,8 @@ def _check_operands(query, key, position_key, biases, config, options):
     if options.causal and length is not None:
         distances = offset + length
     elif not options.causal and None not in (length, keys):
-        distances = length + keys - 1
+        # No queries and no keys have no distances.
+        distances = max(0, length + keys - 1)
     if not may_agree(position_key.shape, (distances, *head)):
         raise ValueError(
             "`position_key` must have the shape (distances, heads, dim) = "
@@ -133,4 +135,14 @@ def _check_operands(query, key, position_key, biases, config, options):
             f"Received: position_key.shape={tuple(position_key.shape)}, "
             f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}, "
             f"offset={offset}"
+        )
+    expected = [tuple(query.shape[:2]), tuple(key.shape[:2])]
+    if documents is not None and not all(
+        may_agree(numbers.shape, shape)
+        for numbers, shape in zip(documents, expected, strict=True)
+    ):
+        raise ValueError(
+            "`documents` must be a pair of numbers of the shapes (batch, query_length) "
+            f"and (batch, key_length) = {expected[0]} and {expected[1]}. Received: the "
+            f"shapes {[tuple(numbers.shape) for numbers in documents]}"
         )

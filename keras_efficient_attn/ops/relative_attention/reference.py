@@ -27,6 +27,8 @@ def reference_attention(inputs, position_key, biases, documents, config, options
         rows = config.offset + length - 1 - distance
         rows = np.clip(rows, 0, position_key.shape[0] - 1)
         by_pair = ops.take(ops.cast(position_key, query.dtype), rows, axis=0)
+        # Keras' `take` from no rows has another shape on JAX.
+        by_pair = ops.reshape(by_pair, (length, keys, *position_key.shape[1:]))
         by_distance = ops.einsum("bthd,tshd->bhts", position, by_pair)
         return dense_products(content, key) + by_distance, allowed
 

@@ -10,7 +10,11 @@ from keras_efficient_attn.ops.common.block_softmax import (
     scan_groups,
     softmax_part,
 )
-from keras_efficient_attn.ops.common.checks import check_int, check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    as_python_numbers,
+    check_int,
+    check_positive_int,
+)
 from keras_efficient_attn.ops.common.chunking import (
     chunk_layout,
     pad_length,
@@ -137,6 +141,7 @@ class RelativeConfig:
     window: int | None = None
 
     def __post_init__(self):
+        as_python_numbers(self, "offset", "window")
         check_int("offset", self.offset, 0)
         check_positive_int("window", self.window, optional=True)
 

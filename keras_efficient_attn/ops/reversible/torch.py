@@ -1,8 +1,10 @@
 """`reversible_chain` for PyTorch.
 
 Without a seed, Keras' dropout draws from PyTorch's generator. The generator's state
-before each half is stored for the second run.
+before each half is stored for the second run, and so are the settings of autocast.
 """
+
+import contextlib
 
 import torch
 
@@ -47,6 +49,7 @@ class _Chain(torch.autograd.Function):
             call["halves"], x1, x2, parameters, states, tensors, run
         )
         ctx.devices, ctx.generators = devices, generators
+        ctx.autocast = _autocast_settings(x1.device.type)
         call.update(losses=len(losses), updated=list(updates))
         # Variables change in place.
         old = {id(states[index]): states[index].clone() for index in updates}
@@ -83,7 +86,7 @@ class _Chain(torch.autograd.Function):
         generators = reversed(ctx.generators)
 
         def run(function, arguments, _):
-            with torch.random.fork_rng(ctx.devices):
+            with torch.random.fork_rng(ctx.devices), _autocast(ctx.autocast):
                 _restore(next(generators), ctx.devices)
                 return function(*arguments)
 
@@ -98,6 +101,24 @@ class _Chain(torch.autograd.Function):
             run,
         )
         return None, *grad_streams, *grad_parameters, *grad_tensors
+
+
+def _autocast_settings(device_type):
+    """The arguments of `torch.autocast` with which the caller computes.
+
+    `None` for devices without it.
+    """
+    if not torch.amp.is_autocast_available(device_type):
+        return None
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+    }
+
+
+def _autocast(settings):
+    return contextlib.nullcontext() if settings is None else torch.autocast(**settings)
 
 
 def _generator_states(devices):

@@ -98,6 +98,7 @@ def sparse_attention(
         ValueError: If `pattern`, `stride`, `summary` and `factors` define no pattern,
             or need more heads; if shapes do not agree, for a `state` of another pattern
             or without `causal`, or if a requested kernel cannot run.
+        TypeError: If `value` is not of a floating-point dtype.
 
     Example:
 
@@ -117,8 +118,8 @@ def sparse_attention(
     config = SparseConfig(pattern, stride, summary, factors, query.shape[2])
     if state is not None:
         room = config.capacity(state["far_key"]) if "far_key" in state else 1
-        sizes = (room, key.shape[-1], value.shape[-1])
-        check_state(state, sparse_attention_spec(config, None, *sizes, None))
+        sizes = (key.shape[0], room, key.shape[-1], value.shape[-1])
+        check_state(state, sparse_attention_spec(config, *sizes, None))
     return call.attend(config, FORMS)
 
 
@@ -139,7 +140,7 @@ def sparse_attention_state(
 
     The strided pattern's second factor needs every key again, `stride` positions
     later: its cache holds all keys, and a token reads `max_length / stride` of them.
-        The fixed pattern stores summaries only.
+    The fixed pattern stores summaries only.
 
     Args:
         batch_size, num_heads, key_dim, value_dim: Sizes.

@@ -40,6 +40,8 @@ def attend_in_blocks(inputs, state, seed, rows, config, options):
     inputs = masked_inputs(*inputs)
     if state is None:
         inputs = pad_to_common_length(*inputs)
+    elif isinstance(length, int) and length == 0:
+        return inputs[2], state
     query, *keys = inputs
     near, far = config.split_heads(query * options.scale, *keys)
     near_mask, far_mask = config.masks(options.causal)

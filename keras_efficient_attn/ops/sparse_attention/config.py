@@ -5,7 +5,11 @@ import dataclasses
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.checks import check_positive_int, is_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    as_python_numbers,
+    check_positive_int,
+    is_positive_int,
+)
 from keras_efficient_attn.ops.common.masks import (
     Columns,
     QueryBlocks,
@@ -49,6 +53,7 @@ class SparseConfig:
     merges: bool = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self):
+        as_python_numbers(self, "stride", "summary", "factors")
         if self.pattern not in PATTERNS:
             raise ValueError(
                 f"`pattern` must be one of {', '.join(PATTERNS)}. Received: "

@@ -3,10 +3,12 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.checks import (
+    check_float_dtype,
     check_heads,
     check_implementation,
     check_streaming,
 )
+from keras_efficient_attn.ops.common.inputs import boolean_mask
 from keras_efficient_attn.ops.common.plan import symbolic
 from keras_efficient_attn.ops.common.state import check_state, make_state
 from keras_efficient_attn.ops.vq_attention import reference
@@ -120,6 +122,7 @@ def vq_attention(
             lacks the one it needs: `window` for `quantize_window` and positions;
             `causal` for `state`; `sigma` for `log_weights`; `order=2`, which excludes
             `sigma` and `quantize_window`, for `rank`.
+        TypeError: If `value` is not of a floating-point dtype.
 
     Example:
 
@@ -133,7 +136,9 @@ def vq_attention(
     Reference:
         - [Lingle, 2023](https://arxiv.org/abs/2309.16354), Transformer-VQ
     """
+    key_mask = boolean_mask(key_mask)
     check_heads(query, key, value, key_mask)
+    check_float_dtype("value", value)
     check_codebook(query, codebook)
     config = VQConfig(
         soft=sigma is not None,
@@ -153,9 +158,9 @@ def vq_attention(
         _check_positions(query, positions, window, causal)
     check_implementation(implementation, "chunked", state=state)
     check_streaming(query, key, causal, state)
-    sizes = (*codebook.shape, value.shape[-1])
     if state is not None:
-        check_state(state, state_spec(None, *sizes, config, None))
+        sizes = (key.shape[0], *codebook.shape, value.shape[-1])
+        check_state(state, state_spec(*sizes, config, None))
     codebook = make_codebook(codebook, sigma, log_weights)
     if implementation == "reference":
         if not gradient_through_cache:
@@ -164,7 +169,10 @@ def vq_attention(
                 "Received: implementation='reference', gradient_through_cache=False"
             )
         keys = Keys(key, value, key_mask)
-        return reference.vq_attention(query, keys, codebook, config, causal, positions)
+        output = reference.vq_attention(
+            query, keys, codebook, config, causal, positions
+        )
+        return ops.cast(output, value.dtype)
     index = None
     if sigma is None:
         index = nearest_codes(key, codebook.codes)

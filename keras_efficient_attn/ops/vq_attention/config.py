@@ -13,6 +13,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
+    as_python_numbers,
     check_positive_int,
     check_positive_values,
 )
@@ -57,6 +58,7 @@ class VQConfig:
     kernels: bool = True
 
     def __post_init__(self):
+        as_python_numbers(self, "order", "rank", "window", "block_length")
         for argument in ("window", "block_length", "rank"):
             check_positive_int(argument, getattr(self, argument), optional=True)
         if isinstance(self.order, bool | float) or self.order not in ORDERS:
@@ -189,10 +191,14 @@ def make_codebook(codes, sigma=None, log_weights=None):
         log_weights = ops.convert_to_tensor(log_weights)
     if tuple(sigma.shape) == expected[:1]:
         sigma = ops.broadcast_to(sigma[:, None], expected)
+    shapes = {
+        "sigma": f"(heads,) = {expected[:1]} or (heads, codes) = {expected}",
+        "log_weights": f"(heads, codes) = {expected}",
+    }
     for name, tensor in (("sigma", sigma), ("log_weights", log_weights)):
         if tensor is not None and tuple(tensor.shape) != expected:
             raise ValueError(
-                f"`{name}` must have the shape (heads, codes) = {expected}. Received: "
+                f"`{name}` must have the shape {shapes[name]}. Received: "
                 f"{name}.shape={tuple(tensor.shape)}"
             )
     return Codebook(codes, sigma, log_weights)

@@ -1,28 +1,35 @@
 """The definition of attention over vector-quantised keys: quadratic."""
 
+import math
+
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.numerics import larger
-from keras_efficient_attn.ops.common.online_softmax import divide
+from keras_efficient_attn.ops.common.inputs import hide_masked
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    larger,
+    max_along,
+)
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
 from keras_efficient_attn.ops.common.positions import window_distances
+from keras_efficient_attn.ops.vq_attention.config import map_tensors
 
 
 def vq_attention(query, keys, codebook, config, causal, positions=None):
     """Computes `ops.vq_attention` without a state.
 
-    The `(query_length, key_length)` weights are formed, in the dtype of the input.
+    The `(query_length, key_length)` weights are formed, in the accumulator's dtype.
     Arguments are as for `attend_to_keys_and_codes`; keys need no `index`.
     """
     key, value, key_mask, _ = keys
-    (codebook, sigma, log_weights), window = codebook, config.window
+    dtype, window = accumulator_dtype(query, key, value), config.window
+    query, key, value = (ops.cast(t, dtype) for t in (query, key, value))
+    codebook, sigma, log_weights = map_tensors(lambda t: ops.cast(t, dtype), codebook)
+    if positions is not None:
+        positions = map_tensors(lambda t: ops.cast(t, dtype), positions)
     length, key_length = shape_of(query)[1], shape_of(key)[1]
-    if key_mask is not None:
-        kept = ops.cast(key_mask, "bool")
-        key = ops.where(kept[..., None, None], key, ops.zeros_like(key))
-        value = ops.where(kept[..., None, None], value, ops.zeros_like(value))
-
-    codebook = ops.convert_to_tensor(codebook)
+    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
     if sigma is None:
         codebook = ops.stop_gradient(codebook)
     # p(code | key): 1 for the nearest code, or the responsibilities of a mixture.
@@ -32,19 +39,19 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
     if sigma is None:
         nearest = ops.argmin(distances, axis=-1)
         codes = ops.arange(codebook.shape[1], dtype="int32")
-        log_p = ops.where(ops.cast(nearest, "int32")[..., None] == codes, 0.0, -1e30)
-        log_p = ops.cast(log_p, distances.dtype)
+        log_p = ops.where(ops.cast(nearest, "int32")[..., None] == codes, 0.0, LOG_ZERO)
+        log_p = ops.cast(log_p, dtype)
     else:
         log_p = -distances / (2.0 * ops.square(sigma)) - key.shape[-1] * ops.log(sigma)
         if log_weights is not None:
             log_p = log_p + log_weights
-        log_p = log_p - ops.stop_gradient(ops.max(log_p, axis=-1, keepdims=True))
+        log_p = log_p - _largest(log_p)
         log_p = log_p - ops.log(ops.sum(ops.exp(log_p), axis=-1, keepdims=True))
 
     # log Σ exp(q·c) p(c | k), for every query and key.
     code_logits = ops.einsum("bthd,hcd->bthc", query, codebook)
     joint = code_logits[:, :, None] + log_p[:, None]
-    largest = ops.stop_gradient(ops.max(joint, axis=-1, keepdims=True))
+    largest = _largest(joint)
     far = ops.log(ops.sum(ops.exp(joint - largest), axis=-1)) + largest[..., 0]
     logits = ops.transpose(far, (0, 3, 1, 2))
 
@@ -52,7 +59,7 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
     distance = rows - ops.arange(key_length, dtype="int32")[None, :]
     allowed = ops.ones((1, 1, length, key_length), "bool")
     if key_mask is not None:
-        allowed = allowed & kept[:, None, None, :]
+        allowed = allowed & ops.cast(key_mask, "bool")[:, None, None, :]
     if causal:
         allowed = allowed & (distance >= 0)
     if config.order == 2:
@@ -77,12 +84,16 @@ def vq_attention(query, keys, codebook, config, causal, positions=None):
             index = ops.broadcast_to(index[None, None], shape_of(exact))
             exact = exact + ops.take_along_axis(by_distance, index, axis=-1)
         logits = ops.where(near, exact, logits)
-    logits = ops.where(allowed, logits, -1e30)
-    largest = ops.stop_gradient(ops.max(logits, axis=-1, keepdims=True))
-    largest = larger(largest, ops.zeros_like(largest) - 1e29)
-    weights = ops.where(allowed, ops.exp(logits - largest), 0.0)
+    logits = ops.where(allowed, logits, LOG_ZERO)
+    weights = ops.where(allowed, ops.exp(logits - _largest(logits, LOG_ZERO / 2)), 0.0)
     values = ops.einsum("bhts,bshv->bthv", weights, value)
     return divide(values, ops.transpose(ops.sum(weights, axis=-1), (0, 2, 1)))
+
+
+def _largest(logits, initial=-math.inf):
+    """The largest along the last axis, at least `initial`, without gradient."""
+    logits = ops.stop_gradient(logits)
+    return max_along(logits, axis=-1, keepdims=True, initial=initial)
 
 
 def _expansion(query, residual, chosen, rank, allowed, distance, window):

@@ -227,7 +227,8 @@ class LinearAttentionConfig:
     @property
     def chunk_length(self):
         """Positions per chunk, from the argument or the plan."""
-        return self.chunk_size or block_sizes().chunk_size
+        # Products of NumPy's narrow integers would overflow.
+        return int(self.chunk_size or block_sizes().chunk_size)
 
 
 def features_config(num_features, *, causal=False, normalize=True, chunk_size=None):

@@ -8,6 +8,7 @@ import torch
 from keras import ops
 
 from keras_efficient_attn.ops.common.derivatives_torch import first_derivatives_only
+from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.online_softmax import finish
 
 
@@ -22,14 +23,11 @@ def linear_attention(
             "implementation='fla' does not support `key_log_weight`: leave out one of "
             "them"
         )
-    if key_mask is not None:
-        kept = ops.cast(key_mask, "bool")[..., None, None]
-        key, value = (ops.where(kept, x, 0.0) for x in (key, value))
+    key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
     with torch.autocast(query.device.type, enabled=False):
         query = _features(query, config.query_map, map_weights, value.dtype)
         key = _features(key, config.key_map, map_weights, value.dtype)
-        if key_mask is not None:
-            key = ops.where(kept, key, 0.0)
+        key = hide_masked(key, key_mask)
         first = None
         if state is not None:
             sums, normalizer, log_scale = (

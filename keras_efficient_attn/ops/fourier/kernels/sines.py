@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.ops.common.numerics import cosine, sine, where
+from keras_efficient_attn.ops.common.numerics import cosine, sine, where, wide_dtype
 from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.fourier.kernel import SLOTS
 
@@ -74,7 +74,7 @@ def _differences(query, keys, slot, with_cosine=False):
 
 def _series(dtype):
     """Coefficients of sin(z)/z in powers of z²."""
-    terms = TERMS["float64" if dtype == "float64" else "float32"]
+    terms = TERMS[wide_dtype(dtype)]
     return [(-1.0) ** i / math.factorial(2 * i + 1) for i in range(terms)]
 
 
