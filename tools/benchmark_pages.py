@@ -68,8 +68,8 @@ def estimates_table(records, about):
     split = about.get("devices")
     chips = f", {split[0]} × {split[1]} chips (rows × heads)" if split else ""
     yield (
-        f"{about['target']}{chips}, libtpu {about['libtpu']}, JAX {about['jax']}, Keras "
-        f"{about['keras']}, {about['date']}; the fastest first."
+        f"{about['target']}{chips}, libtpu {about['libtpu']}, JAX {about['jax']}, "
+        f"Keras {about['keras']}, {about['date']}; the fastest first."
     )
     yield from ("", "| layer | ms | of the peak | MiB |", "|---|---|---|---|")
     for record in sorted(records, key=lambda record: record.seconds):

@@ -12,6 +12,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_positive_int,
 )
 from keras_efficient_attn.ops.common.feature_kernels.choice import features_config
+from keras_efficient_attn.ops.common.inputs import boolean_mask
 from keras_efficient_attn.ops.linear_attention.api import check_key_log_weight
 from keras_efficient_attn.ops.linear_attention.gated.api import check_rates
 from keras_efficient_attn.ops.vq_attention.codebook import nearest_codes
@@ -156,9 +157,8 @@ class SequenceParallel:
         """
         tensors = _as_tensors(query_features, key_features, value)
         _, key_features, value = tensors
-        key_mask, key_log_weight, *rates = _as_tensors(
-            key_mask, key_log_weight, log_decay, beta
-        )
+        key_log_weight, *rates = _as_tensors(key_log_weight, log_decay, beta)
+        key_mask = boolean_mask(key_mask)
         check_heads(*tensors, key_mask, names=("query_features", "key_features"))
         check_key_log_weight(key_log_weight, key_features)
         check_float_dtype("value", value)
@@ -203,7 +203,7 @@ class SequenceParallel:
                 the next device.
         """
         check_positive_int("window", window)
-        split = _as_tensors(query, key, value, key_mask)
+        split = *_as_tensors(query, key, value), boolean_mask(key_mask)
         check_heads(*split)
         self.check_window(split[0], window - 1)
         return self.run(windows.local_attention, split, (), window, causal, scale)
@@ -238,9 +238,8 @@ class SequenceParallel:
         Raises:
             ValueError: As `local_attention`, and for a codebook that does not fit.
         """
-        query, key, value, key_mask, codebook = _as_tensors(
-            query, key, value, key_mask, codebook
-        )
+        query, key, value, codebook = _as_tensors(query, key, value, codebook)
+        key_mask = boolean_mask(key_mask)
         check_heads(query, key, value, key_mask)
         check_codebook(query, codebook)
         config = VQConfig(

@@ -108,6 +108,24 @@ def test_rematerialised_layers_know_their_one_sequence(name):
     np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.any_backend
+def test_integers_of_numpy_are_those_of_python():
+    for name, options in (
+        ("sparse", dict(pattern="fixed", stride=32)),
+        ("reformer", dict(num_buckets=4, bucket_size=4)),
+        ("vq", dict(num_codes=8, window=4)),
+    ):
+        sizes = dict(num_heads=2, key_dim=4, seed=1)
+        layer = get_attention(name, **sizes, **options)
+        options = {n: np.int16(x) if n != "pattern" else x for n, x in options.items()}
+        other, x = get_attention(name, **sizes, **options), inputs()
+        for each in (layer, other):
+            each.build(x.shape, x.shape)
+        other.set_weights(layer.get_weights())
+        expected, found = (each(x, x, use_causal_mask=True) for each in (layer, other))
+        np.testing.assert_array_equal(to_numpy(found), to_numpy(expected))
+
+
 def test_rematerialised_layers_pass_gradients_through_a_state():
     layer, x = get_attention("linear", num_heads=2, key_dim=4, seed=1), inputs()
     with keras.RematScope(mode="full"):

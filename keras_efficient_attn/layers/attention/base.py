@@ -23,6 +23,7 @@ from keras_efficient_attn.layers.attention.masks import (
 )
 from keras_efficient_attn.layers.attention.rows import move_to_front
 from keras_efficient_attn.layers.attention.state import StreamingState
+from keras_efficient_attn.layers.keras_internals import set_dtype_policy
 from keras_efficient_attn.layers.quantization import KeepsQuantization, policy_of
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
@@ -368,10 +369,11 @@ class EfficientAttention(
         self._output_dense.build((*query_shape[:-1], self._num_heads, self._value_dim))
 
     def _build_attention(self, rank):
+        # Keras derives the axis only once, while building.
+        self._attention_axes = None
+        super()._build_attention(rank)
         # Its input may be too large for half precision: sums that a norm follows.
-        self._dropout_layer = keras.layers.Dropout(
-            self._dropout, seed=self.seed, dtype=self.state_dtype
-        )
+        set_dtype_policy(self._dropout_layer, keras.DTypePolicy(self.state_dtype))
 
     def _projection_to(self, name, shape, heads, dim):
         projection = keras.layers.EinsumDense(

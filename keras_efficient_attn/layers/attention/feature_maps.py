@@ -20,11 +20,11 @@ from keras_efficient_attn.ops.common.checks import (
 )
 from keras_efficient_attn.ops.common.feature_kernels import entrywise
 from keras_efficient_attn.ops.common.numerics import NORM_EPSILON, wide_dtype
+from keras_efficient_attn.ops.common.random_features import ROW_NORMS
 from keras_efficient_attn.ops.linear_attention import (
     feature_maps as functions,
 )
 
-ROW_NORMS = ("chi", "sqrt_dim")
 # Kinds of `ProjectedFeatures`: features by head_dim, names of matrices and of biases.
 PROJECTED = {
     "product": (1, ("kernel", "other_kernel"), ("bias", "other_bias")),

@@ -169,7 +169,7 @@ class ReformerLSHAttention(EfficientAttention):
         self.keep(locals())
         self._check_arguments()
         factors = self.num_buckets
-        self._factors = (factors,) if isinstance(factors, int) else factors
+        self._factors = factors if isinstance(factors, tuple) else (factors,)
         self._hashed_heads = self._num_heads - num_local_heads
         self._scale = self._key_dim**-0.5 if scale_logits else 1.0
         # Keys have the operation's epsilon: larger vectors have a smaller one.

@@ -4,6 +4,7 @@ import keras
 
 from keras_efficient_attn.layers.attention.patterns import PatternAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
+from keras_efficient_attn.ops.common.checks import is_int
 from keras_efficient_attn.ops.sparse_attention.api import (
     FORMS,
     sparse_attention_spec,
@@ -108,7 +109,7 @@ class SparseAttention(PatternAttention):
         summary = self.summary
         if summary is None:
             summarised = self.pattern == "fixed" and self.factors != 0
-            known = isinstance(self.stride, int)
+            known = is_int(self.stride)
             summary = max(1, self.stride // 16) if summarised and known else 1
         return dict(
             pattern=self.pattern,
