@@ -13,7 +13,6 @@ from keras_efficient_attn.layers.attention.axes import SequenceAxes
 from keras_efficient_attn.layers.attention.description import LayerDescription
 from keras_efficient_attn.layers.attention.masks import (
     MASK_NAMES,
-    as_mask_tensor,
     boolean_masks,
     check_attention_mask,
     check_dense,
@@ -36,6 +35,7 @@ from keras_efficient_attn.ops.common.checks import (
     may_agree,
 )
 from keras_efficient_attn.ops.common.documents import Documents
+from keras_efficient_attn.ops.common.inputs import as_mask_tensor
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
 from keras_efficient_attn.ops.common.positions import rotate_from, window_distances
 from keras_efficient_attn.ops.common.rows import row_lengths

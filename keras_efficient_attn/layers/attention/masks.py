@@ -1,7 +1,6 @@
 """Masks of attention calls, as one mask of queries and one of keys."""
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import is_traced, shape_of
@@ -120,24 +119,6 @@ def merged_key_mask(masks, key):
         if mask is not None:
             merged = mask if merged is None else ops.logical_and(merged, mask)
     return merged
-
-
-def as_mask_tensor(name, mask):
-    """A mask that is a list, as a tensor.
-
-    Raises:
-        TypeError: If it is no list of booleans or numbers, of equal lengths.
-    """
-    try:
-        array = np.array(mask)
-    except ValueError:
-        array = np.array(None)
-    if array.dtype.kind not in "bif":
-        raise TypeError(
-            f"`{name}` must be a tensor, an array or a list of rows of booleans or "
-            f"numbers, of one length. Received: {name}={mask!r}"
-        )
-    return ops.convert_to_tensor(array)
 
 
 def check_dense(**inputs):

@@ -140,17 +140,26 @@ def boolean_mask(mask, name="key_mask"):
     if mask is None:
         return None
     if not hasattr(mask, "dtype"):
-        try:
-            array = np.array(mask)
-        except ValueError:
-            array = np.array(None)
-        if array.dtype.kind not in "bif":
-            raise TypeError(
-                f"`{name}` must be a tensor, an array or a list of rows of booleans, "
-                f"of one length. Received: {name}={mask!r}"
-            )
-        mask = array
+        mask = as_mask_tensor(name, mask)
     return ops.cast(mask, "bool")
+
+
+def as_mask_tensor(name, mask):
+    """A mask that is a list, as a tensor.
+
+    Raises:
+        TypeError: If it is no list of booleans or numbers, of equal lengths.
+    """
+    try:
+        array = np.array(mask)
+    except ValueError:
+        array = np.array(None)
+    if array.dtype.kind not in "bif":
+        raise TypeError(
+            f"`{name}` must be a tensor, an array or a list of rows of booleans or "
+            f"numbers, of one length. Received: {name}={mask!r}"
+        )
+    return ops.convert_to_tensor(array)
 
 
 def hide_masked(keys, key_mask):
