@@ -139,7 +139,7 @@ def table(results, arguments):
                 "/".join(f"{statistics.fmean(part):.3g}" for part in steps),
                 f"{statistics.fmean(each['seconds'] for each in measured):.0f}",
                 *cells(measured, arguments),
-                "" if paper is None else "/".join(f"{share:.2f}" for share in paper),
+                "-" if paper is None else "/".join(f"{share:.2f}" for share in paper),
             ]
         )
     return header, lines
