@@ -145,6 +145,21 @@ def test_a_missing_part_of_keras_is_named(monkeypatch, owner, name, use):
 
 
 @pytest.mark.any_backend
+@pytest.mark.parametrize(
+    "name, use",
+    [
+        ("AutocastScope", keras_internals.without_autocast),
+        ("get_keras_mask", lambda: keras_internals.implicit_mask(np.zeros((1, 2)))),
+    ],
+)
+def test_missing_functions_of_keras_are_named(monkeypatch, name, use):
+    use()
+    monkeypatch.delattr(keras.src.backend, name)
+    with pytest.raises(MissingAttribute, match=rf"keras .* has no `.*\.{name}`"):
+        use()
+
+
+@pytest.mark.any_backend
 @pytest.mark.parametrize("name", ["lora_rank", "lora_alpha"])
 def test_missing_options_of_lora_are_named(monkeypatch, name):
     layer = layer_with_lora()

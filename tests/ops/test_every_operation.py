@@ -1,4 +1,4 @@
-"""What all operations on queries, keys and values have in common."""
+"""Properties of all operations on queries, keys and values."""
 
 import keras
 import numpy as np

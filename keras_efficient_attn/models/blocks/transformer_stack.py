@@ -164,7 +164,8 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
         self._check_returns(state, return_layers, return_ponder)
         if memory is not None and not any(map(_reads_memory, self.blocks)):
             raise ValueError(
-                "`memory` needs blocks with `cross_attention`. Received: blocks without"
+                "`memory` needs blocks with `cross_attention`. Received: memory given, "
+                f"blocks={self.blocks!r}"
             )
         if padding_mask is None:
             padding_mask = implicit_mask(x)
