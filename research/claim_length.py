@@ -42,9 +42,7 @@ def parse_arguments(argv):
     parser.add_model_size(dim=48, heads=2, layers=1)
     parser.add_training(steps=250, batch=4, learning_rate=1e-2, rows="rows")
     parser.add_save()
-    arguments = parse(parser, argv)
-    arguments.longest = max(arguments.lengths)
-    return arguments
+    return parse(parser, argv)
 
 
 @command(parse_arguments)
@@ -53,7 +51,8 @@ def main(arguments):
     # It imports Keras, which reads the backend once.
     from claims.byte_models import bits_per_byte, load_text, make_model, train
 
-    splits = load_text(arguments, max(arguments.length, arguments.longest))
+    longest = max(arguments.lengths)
+    splits = load_text(arguments, max(arguments.length, longest))
     rows = []
     for attention in arguments.attention:
         bits = {length: [] for length in arguments.lengths}
@@ -62,8 +61,9 @@ def main(arguments):
             train(model, splits["train"], seed, arguments)
             for length, measured in bits.items():
                 scored = max(1, min(length, arguments.length) // 2)
+                windows = arguments.windows, longest
                 measured.append(
-                    bits_per_byte(model, splits["test"], length, scored, arguments)
+                    bits_per_byte(model, splits["test"], length, scored, *windows)
                 )
                 print(f"{attention} {seed} {length}: {measured[-1]:.3f}", flush=True)
         rows.append([attention, *(mean_and_spread(x, 3) for x in bits.values())])

@@ -65,7 +65,7 @@ def main(arguments):
             by_layer.append([float(np.mean(b.attention.spans())) for b in blocks])
             spans.append(float(np.mean(by_layer[-1])))
             sizes = arguments.length, arguments.length
-            bits.append(bits_per_byte(model, splits["test"], *sizes, arguments))
+            bits.append(bits_per_byte(model, splits["test"], *sizes, arguments.windows))
             print(kind, penalty, seed, f"{bits[-1]:.3f} {spans[-1]:.1f}", flush=True)
         cells = mean_and_spread(bits, 3), mean_and_spread(spans, 1)
         layers = (mean_and_spread(x, 0) for x in zip(*by_layer, strict=True))

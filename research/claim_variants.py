@@ -122,7 +122,7 @@ def main(arguments):
             trained = model if losses is None else AuxiliaryLosses(model, **losses)
             train(trained, splits["train"], seed, arguments)
             sizes = arguments.length, arguments.length
-            bits.append(bits_per_byte(model, splits["test"], *sizes, arguments))
+            bits.append(bits_per_byte(model, splits["test"], *sizes, arguments.windows))
             print(f"{name} {seed}: {bits[-1]:.3f}", flush=True)
         rows.append([name, mean_and_spread(bits, 3)])
     show(["model", "bits per byte"], rows, arguments)

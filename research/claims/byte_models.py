@@ -71,21 +71,19 @@ def train(model, text, seed, arguments):
     )
 
 
-def bits_per_byte(model, text, length, scored, arguments):
+def bits_per_byte(model, text, length, scored, windows, longest=None):
     """Mean bits of the last `scored` bytes of windows, spread evenly over the text.
-
-    Windows of all lengths end in the same places, if they fit.
 
     Args:
         model: The model to test.
         text: Bytes.
         length: Bytes that the model reads.
         scored: How many of them count, at most `length`.
-        arguments: The parsed arguments: `windows`, and `longest`, the most bytes of a
-            window, if that is not `length`.
+        windows: Their number.
+        longest: The most bytes of a window: those of all lengths end in the same
+            places. Defaults to `length`.
     """
-    longest = getattr(arguments, "longest", length)
-    ends = np.linspace(longest + 1, len(text), arguments.windows).astype(int)
+    ends = np.linspace((longest or length) + 1, len(text), windows).astype(int)
     rows = text[ends[:, None] + np.arange(-length - 1, 0)].astype("int32")
     # As many bytes at a time for any length, and at most 64 rows.
     size = min(64, max(1, 8192 // length))

@@ -66,7 +66,7 @@ SINUSOIDAL = {"positions": "sinusoidal", "convolved_positions": "sinusoidal"}
 LINEAR = {"positions": "rotary"}
 
 # The modules with the tasks.
-PARTS = ("language", "recall", "both_ways", "classes")
+PARTS = ("language", "recall", "both_ways", "listops", "classes")
 CANDIDATES = {
     "softmax": Candidate("softmax", **ROTARY),
     "linear": Candidate("linear", **LINEAR),

@@ -1,11 +1,7 @@
 """Causal models of bytes, tested beyond the length of their training."""
 
-import math
-
-import keras
-import numpy as np
-
-from byte_lm.data import batches, load_splits, model_inputs
+from byte_lm.data import batches, load_splits
+from claims.byte_models import bits_per_byte
 from keras_efficient_attn.models import EfficientCausalLM
 from verdict.models import backbone, fit, trained
 
@@ -39,27 +35,14 @@ def measure(options, seed, sizes):
     text = splits["train"]
     fit(model, batches(text, sizes["length"], sizes["batch"], seed), sizes)
     bits = {
-        str(length): bits_per_byte(model, splits["test"], length, sizes)
+        str(length): bits_per_byte(
+            model,
+            splits["test"],
+            length,
+            sizes["scored"],
+            sizes["windows"],
+            max(sizes["lengths"]),
+        )
         for length in sizes["lengths"]
     }
     return {"bits_per_byte": bits, "parameters": trained(model)}
-
-
-def bits_per_byte(model, text, length, sizes):
-    """Mean bits of the last `scored` bytes of windows that end in the same places."""
-    scored, longest = sizes["scored"], max(sizes["lengths"])
-    ends = np.linspace(longest + 1, len(text), sizes["windows"]).astype(int)
-    rows = text[ends[:, None] + np.arange(-length - 1, 0)].astype("int32")
-    size = max(1, sizes["batch"] * sizes["length"] // length)
-    nats = []
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        logits = model.predict_on_batch(model_inputs(part[:, :-1]))[:, -scored:]
-        nats.append(
-            keras.ops.convert_to_numpy(
-                keras.losses.sparse_categorical_crossentropy(
-                    part[:, -scored:], logits, from_logits=True
-                )
-            )
-        )
-    return float(np.concatenate(nats).mean()) / math.log(2)

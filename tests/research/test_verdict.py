@@ -37,10 +37,9 @@ TINY = {
         "'writes':1,'vocabulary':16,'length':8} long_recall={'task':'recall',"
         "'pairs':[1],'writes':1,'vocabulary':16,'length':16}"
     ),
+    "listops": "layers=1 heads=2 dim=8 steps=2 batch=2 length=20 test_rows=3",
     "classes": (
-        "layers=1 heads=2 dim=8 classes=2 "
-        "listops={'steps':2,'batch':2,'length':20,'test_rows':3} "
-        "packages={'steps':2,'batch':2,'length':32,'test_windows':2}"
+        "layers=1 heads=2 dim=8 steps=2 batch=2 classes=2 length=32 test_windows=2"
     ),
 }
 
@@ -101,6 +100,7 @@ def test_models_have_as_many_weights_as_softmax(name):
         ("language", ["gated-delta", "local"]),
         ("both_ways", ["gated-delta", "linear"]),
         ("recall", ["delta", "linear, local in turn"]),
+        ("listops", ["softmax"]),
         ("classes", ["softmax"]),
     ],
 )
@@ -153,20 +153,38 @@ def test_listops_have_the_value_of_their_lists():
     random = np.random.default_rng(0)
     lengths = []
     for length in [1, 3, 4, 5, 30, *[300] * 20]:
-        tokens, value = listops.expression(random, length)
-        text = "".join(
-            word if word.endswith("(") else word + ","
-            for word in (words[token] for token in tokens)
-        )
-        assert eval(text.rstrip(","), functions) == value
-        assert len(tokens) <= length
+        tokens, values = listops.expression(random, length)
+        assert len(tokens) == len(values) <= length
+        for end, token in enumerate(tokens):
+            if token not in listops.OPERATORS:
+                text = "".join(
+                    word if word.endswith("(") else word + ","
+                    for word in (words[x] for x in listed(tokens[: end + 1]))
+                )
+                assert eval(text.rstrip(","), functions) == values[end]
         lengths.append(len(tokens))
     # Most of the length is used.
     assert np.mean(lengths[5:]) > 150
-    inputs, values = listops.rows(random, 3, 40)
+
+
+def listed(tokens):
+    """The tokens of the list, or the digit, that ends with the last one."""
+    depth = 0
+    for start in reversed(range(len(tokens))):
+        depth += (tokens[start] == listops.CLOSE) - (tokens[start] in listops.OPERATORS)
+        if depth == 0:
+            return tokens[start:]
+    raise ValueError(f"The list does not begin: {tokens}")
+
+
+def test_values_count_where_a_list_closes():
+    inputs, values, closes = listops.rows(np.random.default_rng(0), 3, 40)
+    tokens = inputs["token_ids"]
     used = inputs["padding_mask"].sum(1)
-    assert ((inputs["token_ids"] != listops.PADDING).sum(1) == used).all()
+    assert ((tokens != listops.PADDING).sum(1) == used).all()
     assert ((0 <= values) & (values < 10)).all()
+    np.testing.assert_array_equal(closes, tokens == 14)
+    assert closes[range(3), used - 1].all()
 
 
 def test_hidden_bytes_are_runs_and_known():
@@ -186,41 +204,14 @@ def test_hidden_bytes_are_runs_and_known():
         assert (restored == rows[row]).all()
 
 
-class Repeats:
-    """A model whose byte is as likely as the byte before it says."""
-
-    table = np.random.default_rng(1).normal(size=(256, 256)).astype("float32")
-
-    def predict_on_batch(self, inputs):
-        return self.table[inputs["token_ids"]]
-
-
 class Remembers:
     """A model that keeps its inputs, and finds a hidden byte as likely as its place."""
 
-    table = Repeats.table
+    table = np.random.default_rng(1).normal(size=(256, 256)).astype("float32")
 
     def predict(self, inputs, batch_size, verbose):
         self.inputs = inputs
         return self.table[inputs["mask_positions"] % 24]
-
-
-def log_probabilities():
-    logits = Repeats.table.astype("float64")
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
-def test_the_same_bytes_count_at_all_lengths():
-    text = np.random.default_rng(0).integers(0, 256, 100).astype("uint8")
-    sizes = {"lengths": [4, 16], "scored": 2, "windows": 5, "batch": 1, "length": 4}
-    measured = [
-        language.bits_per_byte(Repeats(), text, length, sizes) for length in (4, 16)
-    ]
-    # Windows end at 17, ..., 100: evenly, and at the text's end.
-    ends = [int(x) for x in (17, 37.75, 58.5, 79.25, 100)]
-    logs = log_probabilities()
-    nats = [-logs[text[i - 1], text[i]] for e in ends for i in (e - 2, e - 1)]
-    np.testing.assert_allclose(measured, np.mean(nats) / math.log(2), rtol=1e-5)
 
 
 def test_the_same_hidden_bytes_count_at_all_lengths():
@@ -235,7 +226,8 @@ def test_the_same_hidden_bytes_count_at_all_lengths():
     places = short.inputs["mask_positions"]
     np.testing.assert_array_equal(long.inputs["mask_positions"], places + 24)
     # Windows begin at 0, 214 and 428; bytes are hidden around the middle too.
-    logs = log_probabilities()
+    logits = Remembers.table.astype("float64")
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nats = []
     for row, start in enumerate((0, 214, 428)):
         whole = text[start : start + 72]
@@ -258,7 +250,7 @@ def record(candidate, convolution, bits, seed=0):
 
 
 PAGES = ("README.md", "docs/choosing.md", "docs/benchmarks/verdict.md")
-MARKS = ("verdict", "language", "recall", "both_ways", "classes", "cost")
+MARKS = ("verdict", "language", "recall", "both_ways", "listops", "classes", "cost")
 
 
 def make_pages(root, marks=MARKS):
