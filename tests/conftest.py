@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.suites import marks_of
+from tests.suites import LEAVES_THE_GATE, marks_of
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # oneDNN's softmax, used on some CPUs, does not support Keras' six axes.
@@ -36,10 +36,14 @@ gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items):
-    """Marks what leaves the gate; `tests.suites` has the list."""
+    """Marks what leaves the gate, and the gate's contract; see `tests.suites`."""
     for item in items:
-        for mark in marks_of(item.nodeid.removeprefix("tests/")):
+        name = item.nodeid.removeprefix("tests/")
+        for mark in marks_of(name):
             item.add_marker(mark)
+        leaves = any(map(item.get_closest_marker, LEAVES_THE_GATE))
+        if name.startswith("contract/") and not leaves:
+            item.add_marker("main_contract")
 
 
 @pytest.fixture(autouse=True)

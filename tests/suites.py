@@ -6,6 +6,9 @@ backend its oracle, gradients, causality, padding, streams, saving and its place
 Keras' models; the main cases of operations; each task; each example and command.
 """
 
+# Marks of what the gate leaves out, on some backend or on all.
+LEAVES_THE_GATE = ("nightly", "any_backend", "one_backend", "tpu_compile", "export")
+
 # Not in the gate at all: compilers that take minutes, processes that are started or
 # killed, long runs of training, and what draws at random.
 NIGHTLY = (
