@@ -685,8 +685,7 @@ def favor_plus_plus(query, key, projection, query_mask, key_mask):
         rows = slice(None) if query_mask is None else np.asarray(query_mask)[b]
         columns = slice(None) if key_mask is None else np.asarray(key_mask)[b]
         for h in range(heads):
-            pairs = query[b, rows, h][:, None] + key[b, columns, h][None]
-            mean = (pairs**2).sum(-1).mean()
+            mean = mean_square_of_sums(query[b, rows, h], key[b, columns, h])
             rho = (np.sqrt((2 * mean + dim) ** 2 + 8 * dim * mean) - 2 * mean - dim) / (
                 4 * mean
             )
@@ -700,6 +699,11 @@ def favor_plus_plus(query, key, projection, query_mask, key_mask):
             estimate = features(query[b, :, h]) @ features(key[b, :, h]).T
             result[b, h] = estimate / len(projection)
     return result
+
+
+def mean_square_of_sums(query, key):
+    """Mean of `|q + k|^2` over all pairs: FAVOR++'s statistic, without a gradient."""
+    return ((query[:, None] + key[None]) ** 2).sum(-1).mean()
 
 
 def trigonometric(query, key, projection, order):

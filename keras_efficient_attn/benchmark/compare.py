@@ -242,15 +242,15 @@ class _Point:
         limit = self._remaining
         reply = self._ask(lambda: self.worker.request(message, limit))
         self._remaining -= self._clock() - start
+        self.over_limit |= self.status == TIME_OUT
         return reply
 
     def _ask(self, call):
         """The reply, or `None` and a status."""
         try:
             reply = call()
-        except WorkerTimeout:
-            self._fail(TIME_OUT, f"no reply within {self._limit:g} s")
-            self.over_limit = True
+        except WorkerTimeout as error:
+            self._fail(TIME_OUT, str(error))
         except WorkerDied as error:
             status = OUT_OF_MEMORY if error.killed else FAILED
             self._fail(status, str(error))

@@ -2,11 +2,17 @@
 
 import dataclasses
 import importlib.util
-import math
 
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.ops.common.backend import BACKEND
+from keras_efficient_attn.ops.common.checks import (
+    as_python_numbers,
+    check_int,
+    check_name,
+    check_positive_int,
+    check_positive_number,
+)
 
 BACKENDS = ("tensorflow", "jax", "torch")
 MODES = ("forward", "train", "decode")
@@ -52,27 +58,19 @@ class Settings:
         fix(self, "backend", self.backend or BACKEND)
         # A decoder and a language model are causal by definition.
         fix(self, "causal", bool(self.causal or self.model or self.mode == "decode"))
-        for name in ("heads", "head_dim", "batch", "repeats"):
-            self._positive_int(name, getattr(self, name))
-        if self.matmul_size is not None:
-            self._positive_int("matmul_size", self.matmul_size)
+        sizes = ("heads", "head_dim", "batch", "repeats")
+        as_python_numbers(self, *sizes, "lengths", "time_limit", "matmul_size", "seed")
+        for name in sizes:
+            check_positive_int(name, getattr(self, name))
+        check_positive_int("matmul_size", self.matmul_size, optional=True)
         for length in self.lengths:
-            self._positive_int("lengths", length)
+            check_positive_int("lengths", length)
         fix(self, "lengths", tuple(sorted(set(self.lengths))))
-        self._one_of("dtype", DTYPES)
-        self._one_of("mode", MODES)
-        self._one_of("backend", BACKENDS)
-        if type(self.seed) is not int or self.seed < 0:
-            raise ValueError(
-                "`seed` must be an integer that is not negative. Received: "
-                f"seed={self.seed!r}"
-            )
-        limit = self.time_limit
-        if not isinstance(limit, int | float) or not 0 < limit < math.inf:
-            raise ValueError(
-                "`time_limit` must be a positive number of seconds. Received: "
-                f"time_limit={limit!r}"
-            )
+        check_name("dtype", self.dtype, DTYPES)
+        check_name("mode", self.mode, MODES)
+        check_name("backend", self.backend, BACKENDS)
+        check_int("seed", self.seed, least=0)
+        check_positive_number("time_limit", self.time_limit)
         if self.model and importlib.util.find_spec("keras_hub") is None:
             raise ValueError(
                 "`model` needs KerasHub, which is not installed: pip install "
@@ -109,20 +107,6 @@ class Settings:
                 f"{name}={received!r}"
             )
         return tuple(received)
-
-    def _positive_int(self, name, received):
-        if type(received) is not int or received < 1:
-            raise ValueError(
-                f"`{name}` must be a positive integer. Received: {name}={received!r}"
-            )
-
-    def _one_of(self, name, choices):
-        received = getattr(self, name)
-        if received not in choices:
-            raise ValueError(
-                f"`{name}` must be one of {', '.join(choices)}. Received: "
-                f"{name}={received!r}"
-            )
 
 
 def _check_module(identifier):

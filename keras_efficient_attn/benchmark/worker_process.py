@@ -96,7 +96,7 @@ class WorkerProcess:
         try:
             reply = self._replies.get(timeout=timeout)
         except queue.Empty:
-            raise WorkerTimeout from None
+            raise WorkerTimeout(f"no reply within {timeout:g} s") from None
         if reply is None:
             status = self._process.wait()
             raise WorkerDied(self._last_words(status), status == -signal.SIGKILL)

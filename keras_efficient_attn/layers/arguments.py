@@ -5,7 +5,7 @@ from keras import ops
 
 
 class KeepsArguments:
-    """Mixin of a Keras layer whose arguments are attributes and entries of the config.
+    """Mixin of a Keras class whose arguments are attributes and entries of the config.
 
     Place it before the class of Keras among the bases.
     """

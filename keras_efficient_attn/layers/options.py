@@ -59,12 +59,3 @@ class Options:
         return {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
-
-
-def check_name(argument, received, names):
-    """Raises `ValueError` if an argument is not one of these names."""
-    if received not in names:
-        raise ValueError(
-            f"`{argument}` must be one of {', '.join(names)}. Received: "
-            f"{argument}={received!r}"
-        )

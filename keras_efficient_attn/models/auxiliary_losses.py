@@ -10,7 +10,10 @@ from keras_efficient_attn.layers.arguments import add_counter
 from keras_efficient_attn.models.blocks.residual import get_norm
 from keras_efficient_attn.models.tasks.task import TaskWrapper
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.checks import check_positive_int, is_number
+from keras_efficient_attn.ops.common.checks import (
+    check_positive_int,
+    check_weight,
+)
 from keras_efficient_attn.ops.common.documents import document_numbers
 
 
@@ -111,15 +114,9 @@ class AuxiliaryLosses(TaskWrapper):
             )
         check_positive_int("total_steps", total_steps)
         check_positive_int("num_targets", num_targets)
-        if not is_number(target_weight) or not 0 <= target_weight < float("inf"):
-            raise ValueError(
-                "`target_weight` must be a finite number of at least 0. Received: "
-                f"target_weight={target_weight!r}"
-            )
+        check_weight("target_weight", target_weight)
         self.model = model
-        self.total_steps = total_steps
-        self.num_targets = num_targets
-        self.target_weight = target_weight
+        self.keep(locals(), omit=("model", "backbone"))
         self._training_step = add_counter(self, "training_step")
         stack = backbone.decoder
         blocks = stack.blocks * stack.num_recurrences
@@ -252,11 +249,3 @@ class AuxiliaryLosses(TaskWrapper):
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         logits = y_pred["logits"] if isinstance(y_pred, dict) else y_pred
         return super().compute_metrics(x, y, logits, sample_weight)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "total_steps": self.total_steps,
-            "num_targets": self.num_targets,
-            "target_weight": self.target_weight,
-        }

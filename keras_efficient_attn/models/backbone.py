@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import keras
 import keras_hub
 
-from keras_efficient_attn.layers.options import Options, check_name
+from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.models.backbone_layers import BackboneLayers
 from keras_efficient_attn.models.blocks.attention import (
     attention_spec,
@@ -33,7 +33,11 @@ from keras_efficient_attn.models.files import (
 from keras_efficient_attn.models.universal_transformer import (
     RecurrenceOptions,
 )
-from keras_efficient_attn.ops.common.checks import check_bool, check_positive_int
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_name,
+    check_positive_int,
+)
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 # In a layout map: attention layers, `cross_attention` too, and their sublayers.

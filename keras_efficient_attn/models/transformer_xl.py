@@ -74,8 +74,7 @@ class TransformerXL(TaskWrapper):
         check_positive_int("batch_size", batch_size)
         check_int("memory_length", memory_length, 0, optional=True)
         self.language_model = language_model
-        self.batch_size = batch_size
-        self.memory_length = memory_length
+        self.keep(locals(), omit=("language_model",))
         self._memory = [
             self.add_weight(
                 name="memory",
@@ -168,13 +167,6 @@ class TransformerXL(TaskWrapper):
         vocabulary_size = self.language_model.backbone.vocabulary_size
         shape = (self.batch_size, tokens.shape[1], vocabulary_size)
         return keras.KerasTensor(shape, dtype="float32")
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "batch_size": self.batch_size,
-            "memory_length": self.memory_length,
-        }
 
     def _empty_memory(self):
         """The layers' states before the first segment."""

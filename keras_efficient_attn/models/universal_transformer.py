@@ -7,12 +7,13 @@ from keras import ops
 
 from keras_efficient_attn.layers.adaptive_computation.halting import Halting
 from keras_efficient_attn.layers.arguments import KeepsArguments
-from keras_efficient_attn.layers.options import Options, check_name
+from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.models.blocks.positions import sinusoids
 from keras_efficient_attn.models.blocks.transformer_stack import (
     StackResults,
     TransformerStack,
 )
+from keras_efficient_attn.ops.common.checks import check_name
 
 KINDS = ("learned", "sinusoidal")
 
@@ -109,6 +110,9 @@ class UniversalTransformer(TransformerStack):
         - [Dehghani et al., 2019](https://arxiv.org/abs/1807.03819)
     """
 
+    # Steps are not layers: positions may halt between them.
+    returns_layers = False
+
     def __init__(
         self,
         blocks,
@@ -138,11 +142,6 @@ class UniversalTransformer(TransformerStack):
             self.halting = _halting(
                 adaptive_computation, num_recurrences, self.dtype_policy
             )
-
-    @property
-    def returns_layers(self):
-        # Steps are not layers: positions may halt between them.
-        return False
 
     def build(self, x_shape, memory_shape=None, **shapes):
         super().build(x_shape, memory_shape)

@@ -139,6 +139,17 @@ def test_a_first_call_over_the_limit_is_a_time_out():
     assert statuses(comparison, SOFTMAX) == ["time-out", "skipped", "skipped"]
 
 
+def test_a_worker_that_does_not_start_says_how_long_it_was_awaited(monkeypatch):
+    def wait_for_start(worker, timeout=None):
+        raise WorkerTimeout("no reply within 600 s")
+
+    monkeypatch.setattr(FakeWorker, "wait_for_start", wait_for_start)
+    comparison, _ = race({SOFTMAX: lambda n: 1.0, ELU: lambda n: 1.0}, time_limit=14.0)
+    first, second, _ = comparison.of(SOFTMAX)
+    assert (first.status, first.detail) == ("time-out", "no reply within 600 s")
+    assert (second.status, second.detail) == ("skipped", "time-out at length 100")
+
+
 @pytest.mark.parametrize("killed, status", [(True, "out of memory"), (False, "failed")])
 def test_a_dead_worker_is_a_cell(killed, status):
     died = WorkerDied("exit status 9", killed)

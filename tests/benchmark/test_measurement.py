@@ -1,3 +1,5 @@
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -125,10 +127,31 @@ def test_decoding_is_the_sequence_one_position_at_a_time(contestant, monkeypatch
 
 def test_decoding_is_timed_per_position():
     clock = FakeClock()
-    measurement = Measurement(task(ELU, mode="decode"), clock)
+    measurement = Measurement(task(ELU, mode="decode"), clock, build_slow(clock))
     prepared = measurement.prepare()
     assert (prepared["steps"], prepared["tokens"]) == (DECODE_STEPS, 2)
-    assert measurement.repeat(0) == {"seconds": 0.0}
+    assert prepared["first"] == measurement.repeat(0)["seconds"] == 3.0
+
+
+def build_slow(clock):
+    """Builds workloads whose inputs take 100 s on `clock`, and a call 3 s."""
+
+    def slow(function, seconds):
+        def call(*args):
+            clock.sleep(seconds)
+            return function(*args)
+
+        return call
+
+    def build(task):
+        workload = build_workload(task)
+        return dataclasses.replace(
+            workload,
+            make_inputs=slow(workload.make_inputs, 100.0),
+            program=slow(workload.program, 3.0),
+        )
+
+    return build
 
 
 def test_an_optimizer_takes_its_step():

@@ -80,7 +80,7 @@ def test_a_worker_measures_in_a_process_of_its_own():
 def test_a_call_that_hangs_is_given_up(start):
     worker = start("import time\ntime.sleep(1000)")
     begin = time.monotonic()
-    with pytest.raises(WorkerTimeout):
+    with pytest.raises(WorkerTimeout, match=r"no reply within 0\.2 s"):
         worker.request({}, 0.2)
     worker.close()
     assert time.monotonic() - begin < 100

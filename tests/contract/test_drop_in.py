@@ -46,11 +46,11 @@ def test_num_heads_and_key_dim_are_enough(case):
 
 
 class WithoutBuild(keras.Model):
-    """A model whose layer is built by its first call, inside of `evaluate`."""
+    """A model whose layer is built by its first call."""
 
     def __init__(self, case):
         super().__init__()
-        self.layer = case.layer(num_heads=2, key_dim=4)
+        self.layer = case.make()
         self.options = case.plain
 
     def call(self, x):
@@ -61,7 +61,8 @@ def test_a_model_that_is_not_built_builds_the_layer(case):
     model, x = WithoutBuild(case), inputs()
     model.compile(loss="mse", jit_compile=False)
     assert np.isfinite(model.evaluate(x, x, verbose=0))
-    assert model.layer.built
+    expected, _ = case.oracle(model.layer, x, x)
+    np.testing.assert_allclose(to_numpy(model(x)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_of_multi_head_attention_load(case):
@@ -131,36 +132,23 @@ def test_fit_compiled_with_unknown_batch_and_length(case, backend):
             assert np.any(to_numpy(weight) != old), weight.path
 
 
-def test_subclassed_model(case):
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.attention = case.make()
-
-        def call(self, x):
-            return self.attention(x, x, **case.plain)
-
-    model, x = Model(), inputs()
-    expected, _ = case.oracle(model.attention, x, x) if model(x) is not None else None
-    np.testing.assert_allclose(to_numpy(model(x)), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_dropout_is_seeded_and_off_at_inference(case):
-    x = inputs()
+    x, layer = inputs(), case.built()
 
-    def outputs(seed):
-        layer = case.make(dropout=0.5, seed=seed)
-        layer.build(x.shape, x.shape)
-        random = np.random.default_rng(0)
-        for weight in layer.trainable_weights:
-            weight.assign(random.normal(size=weight.shape) * 0.3)
-        return to_numpy(layer(x, x, training=True, **case.plain)), to_numpy(
-            layer(x, x, **case.plain)
-        )
+    def with_dropout():
+        other = case.make(dropout=0.5, seed=3)
+        other.build(x.shape, x.shape)
+        other.set_weights(layer.get_weights())
+        return other
 
-    first, quiet = outputs(3)
-    again, _ = outputs(3)
+    first, again = (
+        to_numpy(with_dropout()(x, x, training=True, **case.plain)) for _ in range(2)
+    )
     np.testing.assert_array_equal(first, again)
+    quiet, expected = (
+        to_numpy(each(x, x, **case.plain)) for each in (with_dropout(), layer)
+    )
+    np.testing.assert_array_equal(quiet, expected)
     assert np.abs(first - quiet).max() > 1e-3
 
 

@@ -5,7 +5,6 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.documents import Documents
 from keras_efficient_attn.ops.lsh_attention import lsh_attention, lsh_attention_state
-from keras_efficient_attn.ops.lsh_attention.api import lsh_attention_by_document
 from keras_efficient_attn.ops.lsh_attention.layout import (
     LSHConfig,
     hash_buckets,
@@ -27,12 +26,23 @@ def arrays(length=LENGTH, rounds=ROUNDS, buckets=BUCKETS, seed=0):
 
 
 def expected_output(
-    query, value, buckets, kept, chunk_size, causal, aligned, across=False, scale=1.0
+    query,
+    value,
+    buckets,
+    chunk_size,
+    key_mask=None,
+    causal=False,
+    aligned=False,
+    across_buckets=False,
+    scale=1.0,
 ):
+    """Dense attention in float64 to the keys found, for the operation's options."""
+    kept = np.ones(query.shape[:2]) if key_mask is None else key_mask
+    kept = np.array(kept) != 0
     output = np.zeros(value.shape)
     for b in range(len(query)):
         for h in range(query.shape[2]):
-            cut = (chunk_size, aligned, across)
+            cut = (chunk_size, aligned, across_buckets)
             seen = dense.lsh_visible(buckets[b, h], kept[b], *cut)
             x = query[b, :, h].astype("float64")
             weights = dense.shared_weights(x, seen, kept[b], causal, scale)
@@ -40,10 +50,24 @@ def expected_output(
     return output
 
 
+def check(tensors, implementation, ids=None, num_buckets=BUCKETS, rtol=1e-4, **options):
+    """Compares with the definition; `ids` are the buckets given to the operation."""
+    *inputs, buckets = tensors
+    output, _ = lsh_attention(
+        *inputs,
+        buckets if ids is None else ids,
+        num_buckets=num_buckets,
+        implementation=implementation,
+        **options,
+    )
+    expected = expected_output(*tensors, **options)
+    np.testing.assert_allclose(to_numpy(output), expected, rtol=rtol, atol=rtol / 10)
+
+
 CUTS = [
-    dict(aligned=False, across=False),
-    dict(aligned=True, across=False),
-    dict(aligned=False, across=True),
+    dict(aligned=False, across_buckets=False),
+    dict(aligned=True, across_buckets=False),
+    dict(aligned=False, across_buckets=True),
 ]
 
 
@@ -53,39 +77,16 @@ CUTS = [
 def test_all_rounds_together_are_dense_attention_over_their_union(
     implementation, causal, cut
 ):
-    query, value, buckets = arrays()
     kept = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.3
-    options = dict(chunk_size=3, causal=causal, scale=0.7)
-    output, _ = lsh_attention(
-        query,
-        value,
-        buckets,
-        num_buckets=BUCKETS,
-        key_mask=kept,
-        implementation=implementation,
-        aligned=cut["aligned"],
-        across_buckets=cut["across"],
-        **options,
-    )
-    expected = expected_output(query, value, buckets, kept, **options, **cut)
-    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+    options = dict(chunk_size=3, causal=causal, key_mask=kept, scale=0.7)
+    check(arrays(), implementation, **options, **cut)
 
 
 def test_pairs_in_float64():
+    query, value, buckets = arrays()
+    tensors = query.astype("float64"), value.astype("float64"), buckets
     with float64():
-        query, value, buckets = arrays()
-        options = dict(chunk_size=3, causal=True, aligned=True)
-        tensors = (ops.convert_to_tensor(t, "float64") for t in (query, value))
-        output, _ = lsh_attention(
-            *tensors,
-            buckets,
-            num_buckets=BUCKETS,
-            implementation="pairs",
-            **options,
-        )
-        kept = np.ones((BATCH, LENGTH), bool)
-        expected = expected_output(query, value, buckets, kept, **options)
-        np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-9, atol=1e-10)
+        check(tensors, "pairs", rtol=1e-9, chunk_size=3, causal=True, aligned=True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -145,7 +146,8 @@ def test_gradients_are_those_of_the_reference(aligned, fast):
 def test_pairs_in_several_blocks(causal):
     query, value, buckets = arrays(length=531, rounds=2)
     kept = np.random.default_rng(1).random((BATCH, 531)) > 0.3
-    options = dict(chunk_size=20, causal=causal, aligned=causal)
+    options = dict(chunk_size=20, key_mask=kept, causal=causal, aligned=causal)
+    check((query, value, buckets), "pairs", **options)
 
     def attend(query, value, implementation):
         output, _ = lsh_attention(
@@ -153,15 +155,10 @@ def test_pairs_in_several_blocks(causal):
             value,
             ops.convert_to_tensor(buckets),
             num_buckets=BUCKETS,
-            key_mask=kept,
             implementation=implementation,
             **options,
         )
         return output
-
-    output = to_numpy(attend(query, value, "pairs"))
-    expected = expected_output(query, value, buckets, kept, **options)
-    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
     def loss(implementation):
         def function(query, value):
@@ -208,21 +205,17 @@ def test_pairs_of_a_length_that_a_graph_does_not_know(backend):
     import tensorflow as tf
 
     query, value, buckets = arrays()
-    options = dict(num_buckets=BUCKETS, chunk_size=3, causal=True, aligned=True)
+    options = dict(chunk_size=3, causal=True, aligned=True)
 
     def trace(implementation):
         @tf.function(input_signature=[tf.TensorSpec((None, None, HEADS, DIM))] * 2)
         def attend(query, value):
-            return lsh_attention(
-                query, value, buckets, implementation=implementation, **options
-            )[0]
+            given = dict(num_buckets=BUCKETS, implementation=implementation)
+            return lsh_attention(query, value, buckets, **given, **options)[0]
 
         return attend(query, value)
 
-    kept = np.ones((BATCH, LENGTH), bool)
-    del options["num_buckets"]
-    expected = expected_output(query, value, buckets, kept, **options)
-    options["num_buckets"] = BUCKETS
+    expected = expected_output(query, value, buckets, **options)
     np.testing.assert_allclose(to_numpy(trace(None)), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="needs inputs of a fixed length"):
         trace("pairs")
@@ -276,22 +269,15 @@ def test_chunks_that_run_on_across_buckets_let_the_future_through():
 
 @pytest.mark.parametrize("implementation", ["chunked", "pairs", "reference"])
 def test_sort_keys_have_all_of_32_bits(implementation):
-    query, value, buckets = arrays()
+    tensors = query, value, buckets = arrays()
     kept = np.random.default_rng(1).random((BATCH, LENGTH)) > 0.3
     # The last sort key, of hidden positions in the last bucket, is 2^31 - 9.
     num_buckets = 178_956_968
     spread = buckets * ((num_buckets - 1) // (BUCKETS - 1))
     spread = np.where(buckets == BUCKETS - 1, num_buckets - 1, spread)
-    options = dict(
-        chunk_size=3, across_buckets=True, key_mask=kept, implementation=implementation
-    )
-    output, _ = lsh_attention(
-        query, value, spread.astype("int32"), num_buckets=num_buckets, **options
-    )
-    expected = expected_output(
-        query, value, buckets, kept, 3, False, False, across=True
-    )
-    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+    options = dict(chunk_size=3, across_buckets=True, key_mask=kept)
+    options["implementation"] = implementation
+    check(tensors, ids=spread.astype("int32"), num_buckets=num_buckets, **options)
     with pytest.raises(ValueError, match="num_buckets=178956969"):
         lsh_attention(query, value, buckets, num_buckets=num_buckets + 1, **options)
 
@@ -300,33 +286,19 @@ def test_sort_keys_have_all_of_32_bits(implementation):
 @pytest.mark.parametrize("implementation", ["chunked", "pairs", "reference"])
 def test_narrow_integers_hold_buckets(implementation, kind):
     """The sort multiplies buckets by the length: 1,600 here."""
-    query, value, buckets = arrays(200, rounds=2, buckets=8)
-    cut = dict(chunk_size=16, causal=True, aligned=True)
-    output, _ = lsh_attention(
-        query,
-        value,
-        buckets.astype(kind),
-        num_buckets=8,
-        implementation=implementation,
-        **cut,
-    )
-    expected = expected_output(
-        query, value, buckets, np.ones((BATCH, 200), bool), **cut
-    )
-    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+    tensors = arrays(200, rounds=2, buckets=8)
+    options = dict(num_buckets=8, chunk_size=16, causal=True, aligned=True)
+    check(tensors, implementation, ids=tensors[2].astype(kind), **options)
 
 
 def test_narrow_integers_hold_buckets_of_documents_and_streams():
     query, value, buckets = arrays(200, rounds=2, buckets=8)
-    kept, cut = (
-        np.ones((BATCH, 200), bool),
-        dict(chunk_size=16, causal=True, aligned=True),
-    )
-    expected = expected_output(query, value, buckets, kept, **cut)
+    cut = dict(chunk_size=16, causal=True, aligned=True)
+    expected = expected_output(query, value, buckets, **cut)
     narrow = ops.convert_to_tensor(buckets.astype("uint8"))
     documents = Documents.of(ops.zeros((BATCH, 200), "int32"))
-    config = LSHConfig(8, **cut)
-    output = lsh_attention_by_document(query, value, narrow, None, documents, config)
+    options = dict(num_buckets=8, **cut)
+    output, _ = lsh_attention(query, value, narrow, documents=documents, **options)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
     state = lsh_attention_state(
         batch_size=BATCH,
@@ -337,26 +309,17 @@ def test_narrow_integers_hold_buckets_of_documents_and_streams():
         dim=DIM,
         value_dim=DIM,
     )
-    options = dict(num_buckets=8, state=state, **cut)
-    output, _ = lsh_attention(query, value, narrow, **options)
+    with pytest.raises(ValueError, match="leave out `state`.*Received: state"):
+        lsh_attention(query, value, narrow, documents=documents, state=state, **options)
+    output, _ = lsh_attention(query, value, narrow, state=state, **options)
     np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "pairs", "reference"])
 def test_a_mask_of_integers_keeps_what_is_not_zero(implementation):
-    query, value, buckets = arrays()
     mask = np.random.default_rng(1).integers(-1, 3, (BATCH, LENGTH))
-    output, _ = lsh_attention(
-        query,
-        value,
-        buckets,
-        num_buckets=np.int8(BUCKETS),
-        chunk_size=np.int8(3),
-        key_mask=mask.tolist(),
-        implementation=implementation,
-    )
-    expected = expected_output(query, value, buckets, mask != 0, 3, False, False)
-    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+    options = dict(num_buckets=np.int8(BUCKETS), chunk_size=np.int8(3))
+    check(arrays(), implementation, key_mask=mask.tolist(), **options)
 
 
 def test_a_stream_is_exported_for_any_batch_size(backend):
@@ -365,10 +328,11 @@ def test_a_stream_is_exported_for_any_batch_size(backend):
     import jax
 
     query, value, buckets = arrays()
-    options = dict(num_buckets=BUCKETS, chunk_size=3, causal=True, aligned=True)
+    options = dict(chunk_size=3, causal=True, aligned=True)
 
     def attend(query, value, buckets, state):
-        return lsh_attention(query, value, buckets, state=state, **options)[0]
+        given = dict(num_buckets=BUCKETS, state=state)
+        return lsh_attention(query, value, buckets, **given, **options)[0]
 
     sizes = BATCH, HEADS, ROUNDS, BUCKETS, 3, DIM, DIM
     arguments = query, value, buckets, lsh_attention_state(*sizes)
@@ -377,9 +341,7 @@ def test_a_stream_is_exported_for_any_batch_size(backend):
         lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), arguments
     )
     exported = jax.export.export(jax.jit(attend))(*shapes)
-    del options["num_buckets"]
-    kept = np.ones((BATCH, LENGTH), bool)
-    expected = expected_output(query, value, buckets, kept, **options)
+    expected = expected_output(query, value, buckets, **options)
     np.testing.assert_allclose(
         exported.call(*arguments), expected, rtol=1e-4, atol=1e-5
     )
@@ -394,17 +356,7 @@ def test_chunks_of_many_buckets_are_told_apart(implementation):
     query, value = query[:1, :, :1], value[:1, :, :1]
     buckets = buckets[:1, :1] + num_buckets // 2
     options = dict(chunk_size=1, causal=True, aligned=True)
-    output, _ = lsh_attention(
-        query,
-        value,
-        buckets,
-        num_buckets=num_buckets,
-        implementation=implementation,
-        **options,
-    )
-    kept = np.ones((1, length), bool)
-    expected = expected_output(query, value, buckets, kept, **options, scale=1.0)
-    np.testing.assert_allclose(to_numpy(output), expected, rtol=1e-4, atol=1e-5)
+    check((query, value, buckets), implementation, num_buckets=num_buckets, **options)
     query, value, buckets = arrays(length=1)
     with pytest.raises(ValueError, match="num_buckets=16777216, across_buckets=False"):
         lsh_attention(query, value, buckets, num_buckets=2**24, **options)

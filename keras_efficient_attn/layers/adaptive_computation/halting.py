@@ -10,9 +10,11 @@ from keras_efficient_attn.ops.adaptive_computation import adaptive_computation
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
+    check_name,
     check_number,
     check_positive_int,
-    is_number,
+    check_rate,
+    check_weight,
 )
 from keras_efficient_attn.ops.common.numerics import at_least
 
@@ -44,23 +46,11 @@ class Halting(KeepsQuantization, KeepsArguments, keras.layers.Layer):
     ):
         super().__init__(autocast=False, **kwargs)
         check_positive_int("max_steps", max_steps)
-        if not is_number(epsilon) or not 0 <= epsilon < 1:
-            raise ValueError(
-                "`epsilon` must be at least 0 and less than 1. Received: "
-                f"epsilon={epsilon!r}"
-            )
-        if not is_number(ponder_cost) or not 0 <= ponder_cost < float("inf"):
-            raise ValueError(
-                "`ponder_cost` must be 0 or a positive number. Received: "
-                f"ponder_cost={ponder_cost!r}"
-            )
+        check_rate("epsilon", epsilon)
+        check_weight("ponder_cost", ponder_cost)
         check_number("halting_bias", halting_bias)
         check_bool("early_exit", early_exit)
-        if ponder_reduction not in REDUCTIONS:
-            raise ValueError(
-                f"`ponder_reduction` must be one of {REDUCTIONS}. Received: "
-                f"ponder_reduction={ponder_reduction!r}"
-            )
+        check_name("ponder_reduction", ponder_reduction, REDUCTIONS)
         self.keep(locals())
         # In half precision the probabilities would not sum to 1.
         self.unit = dense_layer(

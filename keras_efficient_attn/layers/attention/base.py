@@ -22,7 +22,6 @@ from keras_efficient_attn.layers.attention.masks import (
 )
 from keras_efficient_attn.layers.attention.rows import move_to_front
 from keras_efficient_attn.layers.attention.state import StreamingState
-from keras_efficient_attn.layers.keras_internals import set_dtype_policy
 from keras_efficient_attn.layers.quantization import KeepsQuantization, policy_of
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
@@ -35,8 +34,15 @@ from keras_efficient_attn.ops.common.checks import (
     may_agree,
 )
 from keras_efficient_attn.ops.common.documents import Documents
-from keras_efficient_attn.ops.common.inputs import as_mask_tensor
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, wide_dtype
+from keras_efficient_attn.ops.common.inputs import (
+    as_mask_tensor,
+    hide_masked,
+)
+from keras_efficient_attn.ops.common.numerics import (
+    accumulator_dtype,
+    rms_normalize,
+    wide_dtype,
+)
 from keras_efficient_attn.ops.common.positions import rotate_from, window_distances
 from keras_efficient_attn.ops.common.rows import row_lengths
 
@@ -373,7 +379,7 @@ class EfficientAttention(
         self._attention_axes = None
         super()._build_attention(rank)
         # Its input may be too large for half precision: sums that a norm follows.
-        set_dtype_policy(self._dropout_layer, keras.DTypePolicy(self.state_dtype))
+        self._dropout_layer.autocast = False
 
     def _projection_to(self, name, shape, heads, dim):
         projection = keras.layers.EinsumDense(
@@ -632,8 +638,7 @@ class EfficientAttention(
     def _project(self, heads, gate_input, query_mask):
         heads = ops.cast(heads, self.compute_dtype)
         if query_mask is not None:
-            kept = query_mask[..., None, None]
-            heads = ops.where(kept, heads, ops.zeros_like(heads))
+            heads = hide_masked(heads, query_mask)
         if self._use_gate:
             heads = heads * self._gate_dense(gate_input)
         return self._output_dense(heads)
@@ -645,9 +650,7 @@ class EfficientAttention(
         one_hot = ops.broadcast_to(one_hot, (batch, length, self._num_heads, length))
         quiet = dataclasses.replace(call, training=False)
         scores, _ = self.attend(query, key, one_hot, quiet)
-        if call.query_mask is not None:
-            kept = call.query_mask[..., None, None]
-            scores = ops.where(kept, scores, ops.zeros_like(scores))
+        scores = hide_masked(scores, call.query_mask)
         return ops.cast(ops.transpose(scores, (0, 2, 1, 3)), self.compute_dtype)
 
     def _rotate(self, x, start=None, dtype=None):
@@ -655,6 +658,16 @@ class EfficientAttention(
         if self.rotary_wavelength is None:
             return x
         return rotate_from(x, start, self.rotary_wavelength, dtype)
+
+    def _prepare(self, x, dtype, position):
+        """Queries or keys, normalised, rotated and scaled."""
+        if self.qk_norm:
+            x = rms_normalize(ops.cast(x, dtype))
+        if self.rotary_wavelength is None:
+            x = ops.cast(x, dtype)
+        else:
+            x = self._rotate(x, position, dtype)
+        return x if self._scale == 1.0 else x * self._scale
 
     def _bias_of_window(self, window, causal, dtype):
         """The bias `(distances, heads)` of a window's logits, or `None`."""

@@ -41,7 +41,7 @@ def constructor_signature(layer_class):
 
 
 class LayerDescription:
-    """Mixin of `EfficientAttention`: properties with defaults that layers override.
+    """Mixin of `EfficientAttention`: what a layer can do, with defaults for all.
 
     The signature of a subclass, which `help` and editors show, has all arguments.
     """
@@ -50,6 +50,29 @@ class LayerDescription:
         super().__init_subclass__(**kwargs)
         cls.__signature__ = constructor_signature(cls)
 
+    # Layers set these for the class, or override them by properties:
+    # whether masked positions of a whole sequence keep their places, as in an image.
+    # Otherwise, and in a segment with a state, they do not exist: positions count what
+    # is left.
+    keeps_places = False
+    # Whether the layer keeps apart the documents of a row, `call.documents`.
+    takes_documents = False
+    # Whether the state holds the layer's inputs, as in Transformer-XL.
+    remembers_inputs = False
+    # Whether outputs estimate softmax attention with the same weights.
+    estimates_softmax = False
+    # Whether outputs are softmax attention over keys that the layer selects.
+    is_softmax = False
+    # Whether `calibrate(data)` fits the layer to data without training.
+    can_calibrate = False
+    # Whether `calibrate` fits to the keys beyond the `window`.
+    calibrates_beyond_window = False
+    # Whether keys beyond a `window` are estimated; without it, all keys are.
+    estimates_beyond_window = False
+    # Whether the layer has a window, and adds its `window_bias` there.
+    takes_window_bias = False
+    # Whether the layer shares weights with the other layers of its stack.
+    shares_with_blocks = False
     # Whether `share_weights_with` was called by nothing that calls it again on loading.
     shares_unsaved = False
 
@@ -61,55 +84,6 @@ class LayerDescription:
             options: Dict of arguments of the constructor.
         """
         return None
-
-    @property
-    def keeps_places(self):
-        """Whether masked positions of a whole sequence keep their places.
-
-        As in an image. Otherwise, and in a segment with a state, they do not exist:
-        positions count what is left.
-        """
-        return False
-
-    @property
-    def takes_documents(self):
-        """Whether the layer keeps apart the documents of a row, `call.documents`."""
-        return False
-
-    @property
-    def remembers_inputs(self):
-        """Whether the state holds the layer's inputs, as in Transformer-XL."""
-        return False
-
-    @property
-    def estimates_softmax(self):
-        """Whether outputs estimate softmax attention with the same weights."""
-        return False
-
-    @property
-    def is_softmax(self):
-        """Whether outputs are softmax attention over keys that the layer selects."""
-        return False
-
-    @property
-    def can_calibrate(self):
-        """Whether `calibrate(data)` fits the layer to data without training."""
-        return False
-
-    @property
-    def calibrates_beyond_window(self):
-        """Whether `calibrate` fits to the keys beyond the `window`."""
-        return False
-
-    @property
-    def estimates_beyond_window(self):
-        """Whether keys beyond a `window` are estimated; without it, all keys are."""
-        return False
-
-    @property
-    def takes_window_bias(self):
-        """Whether the layer has a window, and adds its `window_bias` there."""
-        return False
 
     def split_reach(self, call):
         """How many keys before a query it sees, where a sequence is split over devices.
@@ -125,11 +99,6 @@ class LayerDescription:
             ValueError: For a call that cannot be split.
         """
         return None
-
-    @property
-    def shares_with_blocks(self):
-        """Whether the layer shares weights with the other layers of its stack."""
-        return False
 
     def share_weights_with(self, other):
         """Uses another layer's weights for those that `shares_with_blocks` refers to.

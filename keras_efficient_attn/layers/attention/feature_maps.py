@@ -9,12 +9,14 @@ import functools
 import random
 
 import keras
+from keras import ops
 
 from keras_efficient_attn.layers.arguments import identity
 from keras_efficient_attn.layers.attention.registry import add_named
 from keras_efficient_attn.ops.common import random_features
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
+    check_name,
     check_positive_int,
     check_positive_number,
 )
@@ -289,11 +291,7 @@ class RandomFeatures(FeatureMap):
                 f"num_features={self.num_features}"
             )
         check_bool("orthogonal", self.orthogonal)
-        if self.row_norm not in ROW_NORMS:
-            raise ValueError(
-                f"`row_norm` must be one of {', '.join(ROW_NORMS)}. Received: "
-                f"row_norm={self.row_norm!r}"
-            )
+        check_name("row_norm", self.row_norm, ROW_NORMS)
 
     def feature_dim(self, head_dim):
         return self.features_per_row * self.num_rows(head_dim)
@@ -344,9 +342,11 @@ class FavorPlusFeatures(RandomFeatures):
     query_features = _in_layer(functions.positive_random_features)
     entrywise = staticmethod(entrywise.positive_random_entries)
 
-    def calibrated_features(self, x, rank, *weights):
-        """Features of a calibrated layer; see `CalibratedFeatures`."""
-        return functions.calibrated_random_features(x, *weights, self._hyperbolic)
+    def calibrated_features(self, x, rank, seen, shape, projection):
+        """Features of a calibrated layer, of the coordinates where `seen` is 1."""
+        return functions.optimal_positive_features(
+            x * seen, projection, shape, self._hyperbolic
+        )
 
 
 @_register("hyperbolic")
@@ -412,8 +412,8 @@ class PolynomialFeatures(FeatureMap):
         return functions.polynomial_dimension(head_dim, self.order)
 
     def calibrated_features(self, x, rank):
-        """Features of a calibrated layer; see `CalibratedFeatures`."""
-        return functions.calibrated_polynomial_features(x, self.query_features, rank)
+        """Features of a calibrated layer, of the first `rank` coordinates."""
+        return self.query_features(x[..., :rank])
 
 
 @_register("taylor")
@@ -609,11 +609,7 @@ class ProjectedFeatures(FeatureMap):
     normalize_key: bool = False
 
     def __post_init__(self):
-        if self.kind not in PROJECTED:
-            raise ValueError(
-                f"`kind` must be one of {', '.join(PROJECTED)}. Received: "
-                f"kind={self.kind!r}"
-            )
+        check_name("kind", self.kind, PROJECTED)
         for name in ("normalize_query", "normalize_key"):
             check_bool(name, getattr(self, name))
         object.__setattr__(self, "positive", self.kind != "product")
@@ -793,9 +789,16 @@ class FunctionFeatures(FeatureMap):
 
 @dataclasses.dataclass(frozen=True)
 class CalibratedFeatures(FeatureMap):
-    """A map that `can_calibrate`, centred at the means of queries and keys.
+    """A map that `can_calibrate`, of queries around their mean, in few coordinates.
 
-    The functions read the weights of a `KernelCalibration` before those of the map.
+    With queries `q` of mean `μ`, `exp(q·k) = exp((q − μ)·k) exp(μ·k)`: features
+    estimate the first factor only; the second is a log weight of the key. Coordinates
+    that the features do not see contribute their mean over Gaussian queries of variance
+    `v`, `E exp(q·k) = exp(v k² / 2)`, also as a log weight.
+
+    The functions read the weights of a `KernelCalibration` before those of the map:
+    `μ` and `v`, each `(heads, 1, 1, head_dim)`, with `v = 0` for coordinates that are
+    seen.
 
     Args:
         features: The map.
@@ -832,11 +835,13 @@ class CalibratedFeatures(FeatureMap):
     def create_weights(self, layer, seed):
         return self.features.create_weights(layer, seed)
 
-    def query_features(self, x, *weights):
-        return functions.calibrated_query_features(self._features, x, *weights)
+    def query_features(self, x, center, unseen_variance, *weights):
+        return self._features(x - center, *weights)
 
-    def key_features(self, x, *weights):
-        return functions.calibrated_key_features(self._features, x, *weights)
+    def key_features(self, x, center, unseen_variance, *weights):
+        mapped, log_scale = self._features(x, *weights)
+        log_weight = ops.sum(x * (center + 0.5 * unseen_variance * x), axis=-1)
+        return mapped, log_scale + log_weight
 
     def _features(self, x, *weights):
         return self.features.calibrated_features(x, self.rank or x.shape[-1], *weights)

@@ -12,6 +12,7 @@ from keras_efficient_attn.ops import fourier
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
+    check_name,
     check_positive_int,
     check_positive_number,
 )
@@ -299,11 +300,7 @@ class FourierAttention(EfficientAttention):
             chunk_size=self.chunk_size,
             implementation=self.implementation,
         )
-        if self.radius_per not in RADIUS_SHARING:
-            raise ValueError(
-                f"`radius_per` must be one of {', '.join(RADIUS_SHARING)}. Received: "
-                f"radius_per={self.radius_per!r}"
-            )
+        check_name("radius_per", self.radius_per, RADIUS_SHARING)
         check_bool("linear", self.linear)
         check_bool("orthogonal", self.orthogonal)
         check_positive_number("initial_radius", self.initial_radius, optional=True)

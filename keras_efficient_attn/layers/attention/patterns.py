@@ -26,14 +26,12 @@ class PatternAttention(EfficientAttention):
             `key_dim`.
     """
 
+    takes_documents = True
+
     def __init__(self, *args, rotary_wavelength=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.keep(dict(rotary_wavelength=rotary_wavelength))
         check_rotary_wavelength(rotary_wavelength, self._key_dim)
-
-    @property
-    def takes_documents(self):
-        return True
 
     @property
     def is_softmax(self):

@@ -22,12 +22,8 @@ from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
     wide_dtype,
 )
-from keras_efficient_attn.ops.lsh_attention.api import (
-    lsh_attention,
-    lsh_attention_by_document,
-)
+from keras_efficient_attn.ops.lsh_attention.api import lsh_attention
 from keras_efficient_attn.ops.lsh_attention.layout import (
-    LSHConfig,
     hash_buckets,
     num_rotation_rows,
 )
@@ -357,17 +353,6 @@ class ReformerLSHAttention(EfficientAttention):
 
         def attend(query, value, buckets, num_buckets, aligned, state):
             rounds = buckets.shape[2]
-            if call.documents is not None:
-                config = LSHConfig(
-                    num_buckets,
-                    self.bucket_size,
-                    call.causal,
-                    aligned,
-                    self.across_buckets and not aligned,
-                    self._scale,
-                )
-                tensors = query, value, buckets, call.key_mask, call.documents
-                return lsh_attention_by_document(*tensors, config), None
             return lsh_attention(
                 query,
                 value,
@@ -379,6 +364,7 @@ class ReformerLSHAttention(EfficientAttention):
                 across_buckets=self.across_buckets and not aligned,
                 key_mask=call.key_mask,
                 state=state,
+                documents=call.documents,
                 scale=self._scale,
                 dropout_mask=self._dropout_mask(
                     query, rounds, self.bucket_size, call.training

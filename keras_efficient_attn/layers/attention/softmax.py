@@ -8,6 +8,7 @@ from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.ops.common.backend import is_traced_by_torch, shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
+    check_name,
     check_positive_int,
     check_positive_number,
     check_rotary_wavelength,
@@ -94,6 +95,8 @@ class SoftmaxAttention(EfficientAttention):
     """
 
     takes_sliding_window = takes_flash_attention = True
+    takes_documents = True
+    state_grows = True
 
     def __init__(
         self,
@@ -106,11 +109,7 @@ class SoftmaxAttention(EfficientAttention):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        if kernel not in KERNELS:
-            raise ValueError(
-                f"`kernel` must be one of {', '.join(KERNELS)}. Received: "
-                f"kernel={kernel!r}"
-            )
+        check_name("kernel", kernel, KERNELS)
         if kernel == "gaussian" and self._flash_attention:
             raise ValueError(
                 "`flash_attention=True` needs kernel='dot_product'. Received: "
@@ -155,17 +154,9 @@ class SoftmaxAttention(EfficientAttention):
         return "it is softmax. To keep softmax in a layer, leave it out of `layers`."
 
     @property
-    def takes_documents(self):
-        return True
-
-    @property
     def is_softmax(self):
         plain = self.kernel == "dot_product" and self.projection_norm is None
         return plain and self.rotary_wavelength is None
-
-    @property
-    def state_grows(self):
-        return True
 
     def state_spec(self, batch_size, max_length):
         sizes = (self._num_heads, self._key_dim, self._value_dim)

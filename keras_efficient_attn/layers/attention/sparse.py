@@ -87,6 +87,8 @@ class SparseAttention(PatternAttention):
         - [Child et al., 2019](https://arxiv.org/abs/1904.10509)
     """
 
+    state_grows = True
+
     def __init__(
         self,
         *args,
@@ -117,10 +119,6 @@ class SparseAttention(PatternAttention):
             summary=summary,
             factors=self.factors,
         )
-
-    @property
-    def state_grows(self):
-        return True
 
     def state_spec(self, batch_size, max_length):
         # Per token, the strided pattern reads `stride + max_length / stride` keys and

@@ -16,6 +16,8 @@ class StreamingState:
     every position.
     """
 
+    # Whether the state holds every position, and needs a `max_length`.
+    state_grows = False
     # Positions that a state holds where nobody says.
     _default_max_length = None
     # Whether the layer accepts states of any length along their second axis.
@@ -34,11 +36,6 @@ class StreamingState:
             first.
         """
         return None
-
-    @property
-    def state_grows(self):
-        """Whether the state holds every position, and needs a `max_length`."""
-        return False
 
     def get_initial_state(self, batch_size, max_length=None):
         """The state before the first position, for streaming a causal sequence.

@@ -5,7 +5,10 @@ import dataclasses
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import serialize_shared
+from keras_efficient_attn.layers.arguments import (
+    KeepsArguments,
+    serialize_shared,
+)
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.attention.registry import register_attention
 from keras_efficient_attn.layers.keras_internals import replace_child
@@ -29,7 +32,7 @@ OWN_BIASES = ("own", "shared")
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class PositionBiases(keras.layers.Layer):
+class PositionBiases(KeepsArguments, keras.layers.Layer):
     """The two vectors per head that `RelativePositionXL` adds to all queries.
 
     To share it, pass one object to several layers as `biases`.
@@ -52,8 +55,7 @@ class PositionBiases(keras.layers.Layer):
         super().__init__(**kwargs)
         check_positive_int("num_heads", num_heads)
         check_positive_int("key_dim", key_dim)
-        self.num_heads = num_heads
-        self.key_dim = key_dim
+        self.keep(locals())
 
     def build(self, input_shape=None):
         for name in ("content_bias", "position_bias"):
@@ -64,10 +66,6 @@ class PositionBiases(keras.layers.Layer):
                 autocast=False,
             )
             setattr(self, name, weight)
-
-    def get_config(self):
-        sizes = {"num_heads": self.num_heads, "key_dim": self.key_dim}
-        return {**super().get_config(), **sizes}
 
 
 @register_attention("xl")
@@ -150,6 +148,8 @@ class RelativePositionXL(EfficientAttention):
 
     input_norm = None
     _takes_any_state_length = True
+    takes_documents = True
+    remembers_inputs = True
 
     def __init__(
         self,
@@ -198,14 +198,6 @@ class RelativePositionXL(EfficientAttention):
             shape=(waves, self._num_heads, self._key_dim),
             initializer=self._new_kernel_initializer(),
         )
-
-    @property
-    def takes_documents(self):
-        return True
-
-    @property
-    def remembers_inputs(self):
-        return True
 
     @property
     def state_grows(self):

@@ -4,7 +4,11 @@ import keras
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import KeepsArguments
-from keras_efficient_attn.ops.common.checks import is_number, may_agree
+from keras_efficient_attn.ops.common.checks import (
+    check_name,
+    check_number,
+    may_agree,
+)
 from keras_efficient_attn.ops.common.numerics import hyperbolic_tangent, matrix_product
 
 BIAS = 2.0
@@ -75,12 +79,8 @@ class GatedResidual(KeepsArguments, keras.layers.Layer):
 
     def __init__(self, gate="gru", bias: float = BIAS, **kwargs):
         super().__init__(**kwargs)
-        if gate not in KERNELS:
-            raise ValueError(
-                f"`gate` must be one of {', '.join(KERNELS)}. Received: gate={gate!r}"
-            )
-        if not is_number(bias):
-            raise ValueError(f"`bias` must be a number. Received: bias={bias!r}")
+        check_name("gate", gate, KERNELS)
+        check_number("bias", bias)
         if gate == "input" and bias != BIAS:
             raise ValueError(
                 f"gate='input' has no `bias`: leave it out. Received: bias={bias!r}"

@@ -17,7 +17,10 @@ from keras_efficient_attn.layers.keras_internals import (
     without_autocast,
 )
 from keras_efficient_attn.layers.replicas import ReplicaLosses
-from keras_efficient_attn.ops.common.checks import check_bool
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_name,
+)
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.reversible.api import Half, reversible_chain
 
@@ -218,10 +221,7 @@ class ReversibleStack(ReplicaLosses, keras.layers.Layer):
                 )
         if not self.blocks:
             raise ValueError("`blocks` must not be empty. Received: blocks=[]")
-        if merge not in MERGES:
-            raise ValueError(
-                f"`merge` must be one of {', '.join(MERGES)}. Received: merge={merge!r}"
-            )
+        check_name("merge", merge, MERGES)
         self.merge = merge
         check_bool("reversible", reversible)
         self.reversible = reversible

@@ -106,7 +106,7 @@ class CausalConvolution(KeepsArguments, keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
+class SeparableConvolution(KeepsQuantization, KeepsArguments, keras.layers.Layer):
     """Two separable convolutions with an activation between them.
 
     ```
@@ -170,11 +170,9 @@ class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
         check_bool("causal", causal)
         check_bool("use_bias", use_bias)
         self.supports_masking = True
-        self.hidden_dim = hidden_dim
-        self.kernel_sizes = tuple(kernel_sizes)
+        kernel_sizes = tuple(kernel_sizes)
+        self.keep(locals(), omit=("activation",))
         self.activation = get_activation(activation)
-        self.causal = causal
-        self.use_bias = use_bias
 
     def build(self, x_shape):
         widths = (x_shape[-1], self.hidden_dim)
@@ -245,11 +243,5 @@ class SeparableConvolution(KeepsQuantization, keras.layers.Layer):
         return spec_with_state(output, state)
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "hidden_dim": self.hidden_dim,
-            "kernel_sizes": self.kernel_sizes,
-            "activation": serialize_activation(self.activation),
-            "causal": self.causal,
-            "use_bias": self.use_bias,
-        }
+        activation = serialize_activation(self.activation)
+        return {**super().get_config(), "activation": activation}

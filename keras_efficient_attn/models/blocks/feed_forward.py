@@ -6,7 +6,10 @@ from collections.abc import Callable
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import dense_layer
+from keras_efficient_attn.layers.arguments import (
+    KeepsArguments,
+    dense_layer,
+)
 from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.ops.common.checks import (
@@ -102,7 +105,7 @@ class FeedForwardOptions(Options):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class FeedForward(KeepsQuantization, keras.layers.Layer):
+class FeedForward(KeepsQuantization, KeepsArguments, keras.layers.Layer):
     """Two dense layers with an activation between, or a gated linear unit.
 
     ```
@@ -158,10 +161,8 @@ class FeedForward(KeepsQuantization, keras.layers.Layer):
         check_bool("gated", gated)
         check_bool("use_bias", use_bias)
         check_rate("dropout", dropout)
-        self.hidden_dim = hidden_dim
+        self.keep(locals(), omit=("activation", "dropout"))
         self.activation = get_activation(activation)
-        self.gated = gated
-        self.use_bias = use_bias
         self.dropout = keras.layers.Dropout(
             dropout, dtype=self.dtype_policy, name="dropout"
         )
@@ -184,9 +185,6 @@ class FeedForward(KeepsQuantization, keras.layers.Layer):
     def get_config(self):
         return {
             **super().get_config(),
-            "hidden_dim": self.hidden_dim,
             "activation": serialize_activation(self.activation),
-            "gated": self.gated,
-            "use_bias": self.use_bias,
             "dropout": self.dropout.rate,
         }

@@ -7,11 +7,18 @@ import math
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import dense_layer, spec_with_state
-from keras_efficient_attn.layers.options import Options, check_name
+from keras_efficient_attn.layers.arguments import (
+    KeepsArguments,
+    dense_layer,
+    spec_with_state,
+)
+from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.blocks.positions import PositionOptions
-from keras_efficient_attn.ops.common.checks import check_rate
+from keras_efficient_attn.ops.common.checks import (
+    check_name,
+    check_rate,
+)
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.rows import RowOrder
 
@@ -76,7 +83,7 @@ class EmbeddingOptions(Options):
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
-class ProjectedEmbedding(KeepsQuantization, keras.layers.Layer):
+class ProjectedEmbedding(KeepsQuantization, KeepsArguments, keras.layers.Layer):
     """An embedding whose reverse is a dense layer, of another width or with a bias.
 
     It holds an `Embedding`, as Keras quantises no subclass of one.
@@ -90,8 +97,7 @@ class ProjectedEmbedding(KeepsQuantization, keras.layers.Layer):
 
     def __init__(self, input_dim, output_dim, projected_dim, use_bias, **kwargs):
         super().__init__(**kwargs)
-        self.input_dim, self.output_dim = input_dim, output_dim
-        self.projected_dim = projected_dim
+        self.keep(locals())
         self.embedding = keras.layers.Embedding(
             input_dim, output_dim, dtype=self.dtype_policy, name="embedding"
         )
@@ -119,15 +125,6 @@ class ProjectedEmbedding(KeepsQuantization, keras.layers.Layer):
         shape = inputs.shape[:-1] if reverse else inputs.shape
         layer = self.projection if reverse else self.embedding
         return keras.KerasTensor((*shape, width), layer.compute_dtype)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "input_dim": self.input_dim,
-            "output_dim": self.output_dim,
-            "projected_dim": self.projected_dim,
-            "use_bias": self.projection.use_bias,
-        }
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

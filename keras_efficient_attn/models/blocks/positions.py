@@ -8,7 +8,10 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_efficient_attn.layers.arguments import spec_with_state
+from keras_efficient_attn.layers.arguments import (
+    KeepsArguments,
+    spec_with_state,
+)
 from keras_efficient_attn.layers.keras_internals import implicit_mask
 from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.ops.common.backend import shape_of
@@ -27,7 +30,7 @@ POSITIONS = ("sinusoidal", "learned", "axial", "rotary")
 MAX_WAVELENGTH = 10_000.0
 
 
-class Positions(keras.layers.Layer):
+class Positions(KeepsArguments, keras.layers.Layer):
     """Base: adds an embedding of the position to each vector.
 
     Args:
@@ -60,8 +63,7 @@ class Positions(keras.layers.Layer):
         super().__init__(**kwargs)
         self.supports_masking = True
         check_int("max_offset", max_offset, 0)
-        self.max_offset = max_offset
-        self.seed = seed
+        self.keep(locals())
         if max_offset:
             self.seed_generator = keras.random.SeedGenerator(seed)
 
@@ -123,10 +125,6 @@ class Positions(keras.layers.Layer):
         output = keras.KerasTensor(x.shape, dtype=self.compute_dtype)
         return spec_with_state(output, state)
 
-    def get_config(self):
-        config = super().get_config()
-        return {**config, "max_offset": self.max_offset, "seed": self.seed}
-
 
 def sinusoids(positions, dim, dtype):
     """Sines and cosines of integers, `(*positions.shape, dim)`.
@@ -181,7 +179,7 @@ class LearnedPositions(Positions):
     ):
         super().__init__(max_offset, seed, **kwargs)
         check_positive_int("max_length", max_length)
-        self.max_length = max_length
+        self.keep(locals())
         self.table = keras_hub.layers.PositionEmbedding(
             max_length,
             initializer=keras.initializers.RandomNormal(stddev=0.02),
@@ -196,9 +194,6 @@ class LearnedPositions(Positions):
         within = ops.minimum(index, self.max_length - 1)
         signal = self.table(x, positions=within)
         return nan_from(self.max_length, index, signal)
-
-    def get_config(self):
-        return {**super().get_config(), "max_length": self.max_length}
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")
@@ -233,7 +228,8 @@ class AxialPositions(Positions):
     ):
         super().__init__(max_offset, seed, **kwargs)
         check_axes(shape, widths)
-        self.shape, self.widths = tuple(shape), widths and tuple(widths)
+        shape, widths = tuple(shape), widths and tuple(widths)
+        self.keep(locals())
         self.max_length = math.prod(self.shape)
 
     def build(self, input_shape):
@@ -261,9 +257,6 @@ class AxialPositions(Positions):
         joined = sum(parts) if self.widths is None else ops.concatenate(parts[::-1], -1)
         signal = ops.cast(joined, x.dtype)
         return nan_from(self.max_length, positions, signal)
-
-    def get_config(self):
-        return {**super().get_config(), "shape": self.shape, "widths": self.widths}
 
 
 def check_axes(shape, widths):

@@ -6,9 +6,12 @@ from functools import partial
 import keras
 from keras import ops
 
-from keras_efficient_attn.layers.options import Options, check_name
+from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.layers.residual.gated import GatedResidual
-from keras_efficient_attn.ops.common.checks import check_rate
+from keras_efficient_attn.ops.common.checks import (
+    check_name,
+    check_rate,
+)
 from keras_efficient_attn.ops.common.numerics import mean_of_channels, rms_normalize
 
 NORMS = ("layer_norm", "rms_norm")

@@ -6,13 +6,16 @@ from keras import ops
 from keras_efficient_attn.layers.arguments import KeepsArguments, spec_with_state
 from keras_efficient_attn.layers.attention.base import EfficientAttention
 from keras_efficient_attn.layers.keras_internals import implicit_mask
-from keras_efficient_attn.layers.options import check_name
 from keras_efficient_attn.layers.residual.reversible import Sublayer
 from keras_efficient_attn.models.blocks.convolution import (
     SeparableConvolution,
 )
 from keras_efficient_attn.models.blocks.residual import RESIDUALS
-from keras_efficient_attn.ops.common.checks import check_bool, check_positive_number
+from keras_efficient_attn.ops.common.checks import (
+    check_bool,
+    check_name,
+    check_positive_number,
+)
 
 # The arguments of a block that are layers.
 LAYERS = ("attention", "feed_forward", "cross_attention", "convolution", "positions")

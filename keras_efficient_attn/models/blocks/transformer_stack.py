@@ -7,7 +7,6 @@ from keras import ops
 
 from keras_efficient_attn.layers.arguments import spec_with_state
 from keras_efficient_attn.layers.keras_internals import implicit_mask
-from keras_efficient_attn.layers.options import check_name
 from keras_efficient_attn.layers.replicas import ReplicaLosses
 from keras_efficient_attn.layers.residual.reversible import (
     plain_residuals,
@@ -18,6 +17,7 @@ from keras_efficient_attn.models.blocks.residual import STREAMS, get_norm
 from keras_efficient_attn.models.blocks.transformer_block import LAYERS
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
+    check_name,
     check_positive_int,
     check_rate,
 )
@@ -82,6 +82,9 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
           depth
     """
 
+    # Whether each application of a block has an output, for `return_layers`.
+    returns_layers = True
+
     def __init__(
         self,
         blocks,
@@ -129,11 +132,6 @@ class TransformerStack(ReplicaLosses, keras.layers.Layer):
     def is_reversible(self):
         """Whether the blocks update two streams."""
         return self.blocks[0].residual == "reversible"
-
-    @property
-    def returns_layers(self):
-        """Whether each application of a block has an output, for `return_layers`."""
-        return True
 
     def build(self, x_shape, memory_shape=None, **shapes):
         for block in self.blocks:

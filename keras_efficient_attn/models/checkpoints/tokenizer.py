@@ -7,13 +7,14 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.models.backbone import EfficientTransformerBackbone
 from keras_efficient_attn.models.keras_hub_internals import preset_file
 
 FILE, SENTENCE_PIECE = "tokenizer.json", "tokenizer.model"
 
 
-class SpecialTokens:
+class SpecialTokens(KeepsArguments):
     """Mixin of a KerasHub tokenizer whose special tokens are known by number.
 
     Args:
@@ -28,22 +29,12 @@ class SpecialTokens:
         self, start_token_id=None, end_token_id=None, pad_token_id=0, **kwargs
     ):
         super().__init__(**kwargs)
-        self.start_token_id = start_token_id
-        self.end_token_id = end_token_id
-        self.pad_token_id = pad_token_id
+        self.keep(locals())
 
     @property
     def special_token_ids(self):
         ends = self.start_token_id, self.end_token_id
         return [token for token in ends if token is not None]
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "start_token_id": self.start_token_id,
-            "end_token_id": self.end_token_id,
-            "pad_token_id": self.pad_token_id,
-        }
 
 
 @keras.saving.register_keras_serializable(package="keras_efficient_attn")

@@ -1,6 +1,5 @@
 """Chooses the layers to replace: as many as an error budget allows."""
 
-import contextlib
 import inspect
 import math
 import numbers
@@ -8,6 +7,7 @@ import numbers
 import keras
 
 from keras_efficient_attn.models.conversion.trace import (
+    enter_all,
     relative_error,
     replace_call,
     trace_layers,
@@ -135,15 +135,13 @@ def _first_output(call):
     return keras.tree.flatten(call.output)[0]
 
 
-@contextlib.contextmanager
 def _softmax_except(layers, old, new):
     """Context in which all other layers use the trained attention."""
-    with contextlib.ExitStack() as stack:
-        for index, (old_site, site) in enumerate(zip(old, new, strict=True)):
-            if index not in layers:
-                call = _with_known_arguments(old_site.layer.call)
-                stack.enter_context(replace_call(site.layer, call))
-        yield
+    return enter_all(
+        replace_call(site.layer, _with_known_arguments(old_site.layer.call))
+        for index, (old_site, site) in enumerate(zip(old, new, strict=True))
+        if index not in layers
+    )
 
 
 def _with_known_arguments(call):

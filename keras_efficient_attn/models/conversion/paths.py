@@ -9,7 +9,10 @@ from keras_efficient_attn.layers.keras_internals import (
     set_projection,
 )
 from keras_efficient_attn.models.conversion.targets import build_adapter, make_adapter
-from keras_efficient_attn.models.conversion.trace import replace_call
+from keras_efficient_attn.models.conversion.trace import (
+    enter_all,
+    replace_call,
+)
 from keras_efficient_attn.ops.common.numerics import rms_normalize
 
 
@@ -25,7 +28,7 @@ def linear_path_only(sites):
         sites: List of `AttentionSite`.
     """
     layers = (site.layer for site in filter(has_two_paths, sites))
-    return _enter_all(_without_window(layer.attention) for layer in layers)
+    return enter_all(_without_window(layer.attention) for layer in layers)
 
 
 def window_only(sites):
@@ -34,7 +37,7 @@ def window_only(sites):
     Args:
         sites: List of `AttentionSite`.
     """
-    return _enter_all(
+    return enter_all(
         replace_call(site.layer, _window_adapter(site).call)
         for site in filter(has_two_paths, sites)
     )
@@ -48,19 +51,10 @@ def drop_windows(sites, dropped):
         dropped: Boolean `(sites,)`; may be a symbolic tensor in compiled code.
     """
     layers = [site.layer.attention for site in sites]
-    return _enter_all(
+    return enter_all(
         replace_call(layer, _choosing_call(layer, dropped[index]))
         for index, layer in enumerate(layers)
     )
-
-
-@contextlib.contextmanager
-def _enter_all(contexts):
-    """Context that is in all of the contexts."""
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def _window_adapter(site):

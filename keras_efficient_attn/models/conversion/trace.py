@@ -120,10 +120,18 @@ def record_calls(layers):
         A list of lists of `Call`, one for each layer, to which the calls are added.
     """
     calls = [[] for _ in layers]
-    with contextlib.ExitStack() as stack:
-        for layer, found in zip(layers, calls, strict=True):
-            stack.enter_context(replace_call(layer, _recorder(layer, found)))
+    pairs = zip(layers, calls, strict=True)
+    with enter_all(replace_call(layer, _recorder(layer, x)) for layer, x in pairs):
         yield calls
+
+
+@contextlib.contextmanager
+def enter_all(contexts):
+    """Context that is in all of the contexts."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def run(function, *args, **kwargs):

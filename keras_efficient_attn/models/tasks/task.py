@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.layers.arguments import KeepsArguments
 from keras_efficient_attn.layers.quantization import KeepsQuantization
 from keras_efficient_attn.models.checkpoints.conversion import OVERRIDES
 from keras_efficient_attn.models.checkpoints.tokenizer import (
@@ -264,7 +265,7 @@ class StreamingMixin:
         return super().generate(inputs, max_length, stop_token_ids, **kwargs)
 
 
-class TaskWrapper(keras.Model):
+class TaskWrapper(KeepsArguments, keras.Model):
     """Base of models around a task: the task is saved with them.
 
     In a subclass, `task_argument` names the argument and attribute that hold the task.

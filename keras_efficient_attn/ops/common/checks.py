@@ -9,73 +9,63 @@ import numpy as np
 from keras_efficient_attn.ops.common.backend import is_traced_by_torch
 
 
+def _check(argument, received, holds, kind, optional=False):
+    if not (holds or optional and received is None):
+        raise ValueError(
+            f"`{argument}` must be {kind}{' or None' if optional else ''}. Received: "
+            f"{argument}={received!r}"
+        )
+
+
 def check_positive_int(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
-    if optional and received is None:
-        return
-    if not is_positive_int(received):
-        raise ValueError(
-            f"`{argument}` must be a positive integer"
-            f"{' or None' if optional else ''}. Received: {argument}={received!r}"
-        )
+    holds = is_positive_int(received)
+    _check(argument, received, holds, "a positive integer", optional)
 
 
 def check_int(argument, received, least, optional=False):
     """Raises `ValueError` unless it is an integer of at least `least`, or `None`."""
-    if optional and received is None:
-        return
-    if not is_int(received) or received < least:
-        raise ValueError(
-            f"`{argument}` must be an integer of at least {least}"
-            f"{' or None' if optional else ''}. Received: {argument}={received!r}"
-        )
+    holds = is_int(received) and received >= least
+    _check(argument, received, holds, f"an integer of at least {least}", optional)
 
 
 def check_any_int(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
-    if not (is_int(received) or optional and received is None):
-        raise ValueError(
-            f"`{argument}` must be an integer{' or None' if optional else ''}. "
-            f"Received: {argument}={received!r}"
-        )
+    _check(argument, received, is_int(received), "an integer", optional)
 
 
 def check_number(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
-    if not (is_number(received) or optional and received is None):
-        raise ValueError(
-            f"`{argument}` must be a number{' or None' if optional else ''}. "
-            f"Received: {argument}={received!r}"
-        )
+    _check(argument, received, is_number(received), "a number", optional)
 
 
 def check_bool(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
-    if not (isinstance(received, bool) or optional and received is None):
-        raise ValueError(
-            f"`{argument}` must be a boolean{' or None' if optional else ''}. "
-            f"Received: {argument}={received!r}"
-        )
+    _check(argument, received, isinstance(received, bool), "a boolean", optional)
 
 
 def check_positive_number(argument, received, optional=False):
     """Raises `ValueError` unless `received` is one, or `None` where that is allowed."""
-    if optional and received is None:
-        return
-    if not is_number(received) or not 0 < received < math.inf:
-        raise ValueError(
-            f"`{argument}` must be a positive number"
-            f"{' or None' if optional else ''}. Received: {argument}={received!r}"
-        )
+    holds = is_number(received) and 0 < received < math.inf
+    _check(argument, received, holds, "a positive number", optional)
+
+
+def check_weight(argument, received):
+    """Raises `ValueError` unless `received` is a finite number of at least 0."""
+    holds = is_number(received) and 0 <= received < math.inf
+    _check(argument, received, holds, "a finite number of at least 0")
 
 
 def check_rate(argument, received):
     """Raises `ValueError` unless `received` is a rate of dropout."""
-    if not is_number(received) or not 0 <= received < 1:
-        raise ValueError(
-            f"`{argument}` must be a number of at least 0 and below 1. Received: "
-            f"{argument}={received!r}"
-        )
+    holds = is_number(received) and 0 <= received < 1
+    _check(argument, received, holds, "a number of at least 0 and below 1")
+
+
+def check_name(argument, received, names):
+    """Raises `ValueError` if an argument is not one of these names."""
+    holds = isinstance(received, str) and received in names
+    _check(argument, received, holds, f"one of {', '.join(names)}")
 
 
 def check_positive_values(argument, received):

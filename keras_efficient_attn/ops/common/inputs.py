@@ -154,7 +154,7 @@ def as_mask_tensor(name, mask):
         array = np.array(mask)
     except ValueError:
         array = np.array(None)
-    if array.dtype.kind not in "bif":
+    if array.dtype.kind not in "buif":
         raise TypeError(
             f"`{name}` must be a tensor, an array or a list of rows of booleans or "
             f"numbers, of one length. Received: {name}={mask!r}"

@@ -18,6 +18,7 @@ from keras_efficient_attn.ops.common.backend import (
     is_traced_by_torch,
     pick,
 )
+from keras_efficient_attn.ops.common.checks import check_name
 from keras_efficient_attn.ops.common.symbolic import FUNCTIONS, call_symbolically
 
 if BACKEND == "torch":
@@ -168,10 +169,7 @@ def plan_for(kind):
     ...     device_kind()
     'tpu'
     """
-    if kind not in BLOCK_SIZES:
-        raise ValueError(
-            f"`kind` must be one of {', '.join(BLOCK_SIZES)}. Received: kind={kind!r}"
-        )
+    check_name("kind", kind, BLOCK_SIZES)
     _named.append(kind)
     try:
         yield

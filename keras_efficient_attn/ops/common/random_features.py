@@ -4,6 +4,7 @@ import math
 
 from keras import ops
 
+from keras_efficient_attn.ops.common.checks import check_name
 from keras_efficient_attn.ops.common.random import normal
 
 ROW_NORMS = ("chi", "sqrt_dim")
@@ -49,11 +50,7 @@ def random_projection(directions, norms, orthogonal=True, row_norm="chi"):
     Reference:
         - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
     """
-    if row_norm not in ROW_NORMS:
-        raise ValueError(
-            f"`row_norm` must be one of {', '.join(ROW_NORMS)}. Received: "
-            f"row_norm={row_norm!r}"
-        )
+    check_name("row_norm", row_norm, ROW_NORMS)
     num_features, dim = norms.shape
     if orthogonal:
         q, r = ops.qr(directions)

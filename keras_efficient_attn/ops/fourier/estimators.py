@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
+    check_name,
     check_positive_int,
     check_positive_number,
     check_positive_values,
@@ -209,11 +210,7 @@ def best_radius(
     check_positive_int("dim", dim)
     check_positive_int("moments", moments)
     orders = {"density": dim + moments + 1, "regression": dim + 2 * (moments + 1)}
-    if estimator not in orders:
-        raise ValueError(
-            f"`estimator` must be one of {', '.join(orders)}. Received: "
-            f"estimator={estimator!r}"
-        )
+    check_name("estimator", estimator, orders)
     check_positive_number("scale", scale)
     return num_samples ** (1 / orders[estimator]) / scale
 

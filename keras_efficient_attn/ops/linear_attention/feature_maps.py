@@ -457,38 +457,3 @@ def _monomial_weights(size, order, kind):
             math.sqrt((math.factorial(order) if kind == "power" else 1) / repeats)
         )
     return np.array(weights)
-
-
-def calibrated_query_features(features, x, center, unseen_variance, *weights):
-    """Features of queries around their mean, in few coordinates.
-
-    With queries `q` of mean `μ`, `exp(q·k) = exp((q − μ)·k) exp(μ·k)`: features
-    estimate the first factor only; the second is a log weight of the key. Coordinates
-    that the features do not see contribute their mean over Gaussian queries of variance
-    `v`, `E exp(q·k) = exp(v k² / 2)`, also as a log weight.
-
-    Args:
-        features: A map, or one of the two functions below.
-        x: `(batch, heads, chunks, chunk_size, head_dim)`.
-        center: `μ`, `(heads, 1, 1, head_dim)`.
-        unseen_variance: `v`, in the same shape; 0 for coordinates that are seen.
-        *weights: Tensors that `features` reads.
-    """
-    return features(x - center, *weights)
-
-
-def calibrated_key_features(features, x, center, unseen_variance, *weights):
-    """Features of keys, with the log weight of the remaining factors."""
-    mapped, log_scale = features(x, *weights)
-    log_weight = ops.sum(x * (center + 0.5 * unseen_variance * x), axis=-1)
-    return mapped, log_scale + log_weight
-
-
-def calibrated_random_features(x, seen, shape, projection, hyperbolic: bool = False):
-    """`optimal_positive_features` of the coordinates where `seen` is 1."""
-    return optimal_positive_features(x * seen, projection, shape, hyperbolic)
-
-
-def calibrated_polynomial_features(x, features, rank):
-    """Polynomial features of the first `rank` coordinates."""
-    return features(x[..., :rank])

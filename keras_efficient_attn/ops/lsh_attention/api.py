@@ -34,6 +34,7 @@ def lsh_attention(
     across_buckets: bool = False,
     key_mask=None,
     state=None,
+    documents=None,
     scale: float = 1.0,
     dropout_mask=None,
     implementation: str | None = None,
@@ -67,6 +68,8 @@ def lsh_attention(
             see nothing, and give zeros.
         state: Optional state, from `lsh_attention_state` or the previous segment's
             call. Needs `causal` and `aligned`.
+        documents: Optional `Documents` of rows of a known length, without `state` and
+            `dropout_mask`: each gives what it gives alone, from all pairs of positions.
         scale: Factor of the logits. Defaults to 1.
         dropout_mask: Optional factors of the weights, `(batch, heads, rounds,
             chunk_size, 2 · chunk_size)`, the same for all chunks.
@@ -84,7 +87,8 @@ def lsh_attention(
 
     Raises:
         ValueError: If shapes do not agree; if a `state` is given without `causal` and
-            `aligned`, or has other sizes; for sizes that are not positive integers, for
+            `aligned`, or has other sizes; for `documents` with arguments that do not go
+            with them; for sizes that are not positive integers, for
             an unknown implementation, or one that cannot run; or for more positions and
             buckets than the sort can hold.
 
@@ -111,6 +115,16 @@ def lsh_attention(
         state=state,
         dropout_mask=dropout_mask,
     )
+    if documents is not None:
+        excluded = {"state": state, "dropout_mask": dropout_mask}
+        given = [name for name, tensor in excluded.items() if tensor is not None]
+        if given or implementation not in (None, "pairs"):
+            raise ValueError(
+                "With `documents`, leave out `state` and `dropout_mask`, and pass "
+                "implementation=None or 'pairs'. Received: "
+                f"{', '.join(given) or f'{implementation=}'}"
+            )
+        implementation = "pairs"
     if implementation == "pairs" and not isinstance(query.shape[1], int):
         raise ValueError(
             "implementation='pairs' needs inputs of a fixed length. Received: "
@@ -120,8 +134,8 @@ def lsh_attention(
         sizes = (*buckets.shape[:3], num_buckets, chunk_size)
         sizes = (*sizes, query.shape[-1], value.shape[-1])
         check_state(state, lsh_attention_state_spec(*sizes, None))
-    extras = (key_mask, state, dropout_mask)
-    return _attend(query, value, buckets, *extras, config, implementation)
+    extras = (key_mask, documents, state, dropout_mask)
+    return _attend(query, value, buckets, extras, config, implementation)
 
 
 def _check_shapes(query, value, buckets, key_mask, dropout_mask, chunk_size):
@@ -153,29 +167,9 @@ def _check_shapes(query, value, buckets, key_mask, dropout_mask, chunk_size):
             )
 
 
-@jit_on_jax("config")
-def lsh_attention_by_document(query, value, buckets, key_mask, documents, config):
-    """`lsh_attention` of each document of a row, from all pairs of positions.
-
-    Args:
-        query, value, buckets, key_mask: As for `lsh_attention`, of a known length.
-        documents: `Documents`.
-        config: `LSHConfig`.
-
-    Returns:
-        `(batch, length, heads, value_dim)` in the accumulator's dtype.
-    """
-    dtype = accumulator_dtype(query, value)
-    buckets = ops.cast(buckets, "int32")
-    kept = ops.ones(shape_of(query)[:2], "bool") if key_mask is None else key_mask
-    query, value = (ops.cast(hide_masked(t, key_mask), dtype) for t in (query, value))
-    return pairs_lsh_attention(query, value, buckets, kept, config, documents)
-
-
 @jit_on_jax("config", "implementation")
-def _attend(
-    query, value, buckets, key_mask, state, dropout_mask, config, implementation
-):
+def _attend(query, value, buckets, extras, config, implementation):
+    key_mask, documents, state, dropout_mask = extras
     dtype = accumulator_dtype(query, value)
     kept = ops.ones(shape_of(query)[:2], "bool") if key_mask is None else key_mask
     query, value = hide_masked(query, key_mask), hide_masked(value, key_mask)
@@ -194,6 +188,6 @@ def _attend(
     else:
         takes_pairs = implementation == "pairs"
     if takes_pairs:
-        return pairs_lsh_attention(*tensors, config), None
+        return pairs_lsh_attention(*tensors, config, documents), None
     output = chunked_lsh_attention(*narrow, buckets, kept, config, dropout_mask)
     return output, None

@@ -45,9 +45,7 @@ def attend_in_blocks(inputs, state, seed, rows, config, options):
     query, *keys = inputs
     near, far = config.split_heads(query * options.scale, *keys)
     near_mask, far_mask = config.masks(options.causal)
-    near_dropout = far_dropout = None
-    if options.dropout:
-        near_dropout, far_dropout = config.dropouts(options, seed)
+    near_dropout, far_dropout = config.dropouts(options, seed)
     parts, new_state = [], {}
     if config.near_heads and state is None:
         parts.append(attend_near(*near, near_mask, near_dropout, documents=documents))
@@ -64,13 +62,17 @@ def attend_in_blocks(inputs, state, seed, rows, config, options):
                 *far, far_mask, config.summary, far_dropout, documents
             )
         else:
-            part = attend_summaries(*far, far_mask, config.summary, far_dropout)
+            summaries = gather_all_summaries(far[1:], config)
+            part = attend_summaries(far[0], summaries, far_mask, config, far_dropout)
         parts.append(part)
     elif config.far_heads:
-        cache = write_far(state, far[1:], config, lengths)
-        parts.append(
-            _attend_cache(far[0], cache, state["position"], far_dropout, config)
-        )
+        cache, start = write_far(state, far[1:], config, lengths), state["position"]
+        if config.pattern == "strided":
+            part = attend_cached_columns(far[0], cache, far_mask, start, far_dropout)
+        else:
+            how = far_mask, config, far_dropout, start
+            part = attend_summaries(far[0], cache, *how)
+        parts.append(part)
         new_state |= dict(zip(FAR, cache, strict=True))
     if config.factors == "merged":
         output = finish(*merge(parts), True)
@@ -82,15 +84,6 @@ def attend_in_blocks(inputs, state, seed, rows, config, options):
     if config.far_heads:
         output = nan_beyond(config.capacity(state["far_key"]), position, output)
     return output, {**new_state, "position": position}
-
-
-def _attend_cache(query, cache, start, dropout, config):
-    _, mask_fn = config.masks(causal=True)
-    if config.pattern == "strided":
-        return attend_cached_columns(query, cache, mask_fn, start, dropout)
-    return attend_cached_summaries(
-        query, cache, mask_fn, config.summary, start, dropout
-    )
 
 
 def write_far(state, keys, config, lengths):
@@ -132,7 +125,7 @@ def attend_summaries_by_document(
     Summaries are at other places in each row: all keys are read, in quadratic time.
     """
     heads, stride = query.shape[2], mask_fn.stride
-    starts = constant(_summary_starts, stride, summary, heads, dtype="int32")
+    starts = summary_positions(1, stride, summary, heads)[:, 0]
     step = (documents.position % stride)[..., None]
     in_summary = ops.logical_and(step >= starts, step < starts + summary)
     valid = valid[..., None] * ops.cast(in_summary, valid.dtype)
@@ -140,10 +133,6 @@ def attend_summaries_by_document(
     numbers = documents.number, documents.number[:, None]
     inputs = query, key, value, valid
     return attend_shared(*inputs, mask_fn, (*positions, *numbers), dropout)
-
-
-def _summary_starts(stride, summary, heads):
-    return np.array([summary_start(stride, summary, head) for head in range(heads)])
 
 
 def attend_cached_columns(query, cache, mask_fn, start, dropout):
@@ -176,30 +165,40 @@ def attend_cached_columns(query, cache, mask_fn, start, dropout):
     return tuple(by_row(t)[:, :length] for t in part)
 
 
-def attend_summaries(query, key, value, valid, mask_fn, summary, dropout):
-    """Partial softmax over the summaries of a whole sequence.
+def attend_summaries(query, summaries, mask_fn, config, dropout, start=None):
+    """Partial softmax over the summaries of a sequence.
 
     Args:
-        query, key, value: `(batch, length, heads, dim)`, equally long.
-        valid: `(batch, length)`.
+        query: `(batch, length, heads, dim)`, from position `start` on.
+        summaries: Keys, values and masks, `(batch, blocks · summary, heads, ...)`; with
+            `start`, a cache that already holds the segment's.
         mask_fn: `Summaries`.
-        summary: Positions per summary.
+        config: `SparseConfig`.
         dropout: `(rate, seed)` or `None`.
+        start: Integers `(batch,)`, or `None` for a whole sequence.
     """
-    stride, heads = mask_fn.stride, query.shape[2]
-    length = shape_of(query)[1]
-    blocks = chunk_count(length, stride)
-    valid = ops.broadcast_to(valid[..., None], shape_of(key)[:3])
-    return attend_shared(
-        query,
-        *(gather_summaries(x, stride, summary) for x in (key, value, valid)),
-        mask_fn,
-        (
-            ops.arange(length, dtype="int32"),
-            summary_positions(blocks, stride, summary, heads),
-        ),
-        dropout,
+    length, heads = shape_of(query)[1], query.shape[2]
+    blocks = shape_of(summaries[0])[1] // config.summary
+    steps = ops.arange(length, dtype="int32")
+    positions = (
+        steps if start is None else start[:, None] + steps,
+        summary_positions(blocks, config.stride, config.summary, heads),
     )
+    return attend_shared(query, *summaries, mask_fn, positions, dropout)
+
+
+def gather_all_summaries(keys, config):
+    """The summaries of keys, of values and of their mask `(batch, length)` or `None`.
+
+    The first two are `(batch, length, heads, ...)`; so are all results but `None`.
+    """
+    key, value, valid = keys
+    if valid is not None:
+        valid = ops.broadcast_to(valid[..., None], shape_of(key)[:3])
+    return [
+        None if x is None else gather_summaries(x, config.stride, config.summary)
+        for x in (key, value, valid)
+    ]
 
 
 def gather_summaries(x, stride, summary):
@@ -213,26 +212,6 @@ def gather_summaries(x, stride, summary):
         [x[:, :, s : s + summary, head] for head, s in enumerate(starts)], axis=3
     )
     return ops.reshape(x, (batch, blocks * summary, heads, *tail))
-
-
-def attend_cached_summaries(query, cache, mask_fn, summary, start, dropout):
-    """Partial softmax of a segment over a cache of summaries, including its own.
-
-    Args:
-        query: `(batch, length, heads, dim)`, from position `start` on.
-        cache: Keys, values and masks, `(batch, blocks · summary, heads, ...)`.
-        mask_fn: A causal `Summaries`.
-        summary: Positions per summary.
-        start: Integers `(batch,)`.
-        dropout: `(rate, seed)` or `None`.
-    """
-    length, heads = shape_of(query)[1], query.shape[2]
-    blocks = cache[0].shape[1] // summary
-    positions = (
-        start[:, None] + ops.arange(length, dtype="int32"),
-        summary_positions(blocks, mask_fn.stride, summary, heads),
-    )
-    return attend_shared(query, *cache, mask_fn, positions, dropout)
 
 
 def write_summaries(cache, segment, stride, summary, start):

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.checks import (
     as_python_numbers,
+    check_name,
     check_positive_int,
     is_positive_int,
 )
@@ -54,11 +55,7 @@ class SparseConfig:
 
     def __post_init__(self):
         as_python_numbers(self, "stride", "summary", "factors")
-        if self.pattern not in PATTERNS:
-            raise ValueError(
-                f"`pattern` must be one of {', '.join(PATTERNS)}. Received: "
-                f"pattern={self.pattern!r}"
-            )
+        check_name("pattern", self.pattern, PATTERNS)
         check_positive_int("stride", self.stride)
         if not is_positive_int(self.summary) or self.summary > self.stride:
             raise ValueError(

@@ -13,7 +13,7 @@ from keras_efficient_attn.ops.common.interval_softmax.intervals import (
     sequences,
 )
 from keras_efficient_attn.ops.common.plan import jit_on_jax
-from keras_efficient_attn.ops.sparse_attention.blocks import gather_summaries
+from keras_efficient_attn.ops.sparse_attention.blocks import gather_all_summaries
 
 
 @jit_on_jax("config", "options", "kernel")
@@ -45,16 +45,17 @@ def _attend_fixed(inputs, valid, near_keys, config, options, kernel):
     near, far = config.split_heads(*inputs)
     if config.merges:
         pattern = KeysAndSummaries(near_keys, config.stride, config.summary)
-        *summaries, exist = _summaries(far, valid, config)
+        *summaries, exist = gather_all_summaries((*far[1:], valid), config)
         keys = map(_join, inputs[1:], summaries)
         if valid is not None:
-            valid = _join(_for_heads(valid, far[1]), exist)
+            valid = ops.broadcast_to(valid[..., None], far[1].shape[:3])
+            valid = _join(valid, exist)
         return kernel.attend(inputs[0], *keys, valid, pattern, options.scale)
     outputs = []
     if config.near_heads:
         outputs.append(kernel.attend(*near, valid, near_keys, options.scale))
     if config.far_heads:
-        summaries = _summaries(far, valid, config)
+        summaries = gather_all_summaries((*far[1:], valid), config)
         pattern = AllKeys(summaries[0].shape[1])
         outputs.append(kernel.attend(far[0], *summaries, pattern, options.scale))
     return ops.concatenate(outputs, axis=2)
@@ -69,20 +70,6 @@ def _whole_blocks(query, key, value, key_mask, stride):
     if key_mask is not None:
         key_mask = fit_length(ops.cast(key_mask, "int32"), length)
     return [fit_length(x, length) for x in (query, key, value)], key_mask
-
-
-def _summaries(inputs, valid, config):
-    """Keys and values of each head's summaries, and their mask or `None`."""
-    tensors = list(inputs[1:])
-    if valid is not None:
-        tensors.append(_for_heads(valid, inputs[1]))
-    stride, summary = config.stride, config.summary
-    summaries = [gather_summaries(x, stride, summary) for x in tensors]
-    return summaries if valid is not None else [*summaries, None]
-
-
-def _for_heads(valid, key):
-    return ops.broadcast_to(valid[..., None], key.shape[:3])
 
 
 def _join(keys, summaries):

@@ -29,7 +29,6 @@ from keras_efficient_attn.ops.common.chunking import (
     chunk_layout,
     columns,
     lower_triangle,
-    pad_to,
 )
 from keras_efficient_attn.ops.common.numerics import (
     cumulative_sum,
@@ -38,67 +37,25 @@ from keras_efficient_attn.ops.common.numerics import (
     sum_rows,
     where,
 )
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO, divide
+from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
 from keras_efficient_attn.ops.common.plan import block_sizes
-from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, responsibilities
+from keras_efficient_attn.ops.vq_attention.config import num_features
 
 
-def causal_code_attention(query, keys, codebook, cache, config):
-    """Partial softmax of query `t` over the keys `0..t`, through their codes.
-
-    Args:
-        query: `(batch, length, heads, dim)`.
-        keys: `Keys` from `keys_for_codes`; values of missing keys are zero.
-        codebook: `Codebook`.
-        cache: `(sum, count)` of shapes `(batch, heads, codes, value_dim)` and
-            `(batch, heads, codes)`.
-        config: `VQConfig`.
-
-    Returns:
-        `(part, cache)`: values, totals and log scales for `online_softmax.merge`, and
-        the cache after the last position.
-    """
-    codes = codebook.codes
-    sequential = block_sizes().sequential_blocks
-    size, blocks, groups = layout(query, keys.value, codes, config, sequential)
-    xs = (query, *key_columns(keys))
-    xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
-    consts = tuple(t for t in codebook if t is not None)
-    if keys.index is None:
-        step, gradient = _soft_step(size), None
-    else:
-        step, gradient = _hard_step(size)
-    cache, part = recompute_scan(step, cache, xs, consts, gradient, num_steps=groups)
-    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
-
-
-def full_code_attention(query, keys, codebook, cache, config):
-    """`causal_code_attention` without causality: queries see every valid key.
-
-    Queries and keys may differ in length.
-    """
-    codes = codebook.codes
-    size, blocks, groups = layout(keys.value, keys.value, codes, config)
-    xs = tuple(pad_to(x, groups * blocks * size) for x in key_columns(keys))
-    consts = tuple(t for t in codebook if t is not None)
-    cache, _ = recompute_scan(_key_step, cache, xs, consts, num_steps=groups)
-
-    size, blocks, groups = layout(query, keys.value, codes, config)
-    xs, consts = (pad_to(query, groups * blocks * size),), (codes, *cache)
-    _, part = recompute_scan(_query_step, (), xs, consts, num_steps=groups)
-    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
-
-
-def layout(sequence, value, codes, config, sequential=False, features=0):
+def layout(sequence, value, codes, config, sequential):
     """The layout of a sequence: `(positions per block, blocks per group, groups)`.
 
     Args:
+        sequence, value: `(batch, length, heads, ...)`.
+        codes: `(heads, codes, dim)`.
+        config: `VQConfig`.
         sequential: Whether each group is a single block.
-        features: Number of features of a key, each multiplied with its value.
     """
     heads, num_codes, dim = codes.shape
     value_dim = value.shape[-1] or dim
+    # With `order=2` a key has features, each multiplied with its value.
+    features = num_features(config.expanded_dims(dim)) if config.order == 2 else 0
     floats = heads * (3 * num_codes + 2 * dim + 2 * (1 + features) * value_dim)
     length = shape_of(sequence)[1]
     size, blocks, groups = chunk_layout(
@@ -121,7 +78,7 @@ def key_columns(keys):
 
 
 @functools.cache
-def _soft_step(block_length):
+def soft_step(block_length):
     def step(carry, x, consts):
         codebook, *mixture = consts
         query, key, value, valid = (by_head(t, block_length) for t in x)
@@ -135,7 +92,7 @@ def _soft_step(block_length):
     return step
 
 
-def _key_step(carry, x, consts):
+def key_step(carry, x, consts):
     codebook, *mixture = consts
     tensors = [by_head(t, shape_of(x[0])[1]) for t in x]
     if mixture:
@@ -147,41 +104,45 @@ def _key_step(carry, x, consts):
     return tuple(old + t[:, :, 0] for old, t in zip(carry, new, strict=True)), ()
 
 
-def _query_step(carry, x, consts):
+def query_step(carry, x, consts):
     codebook, sums, counts = consts
     query = by_head(x[0], shape_of(x[0])[1])
     logits = query @ ops.swapaxes(codebook[:, None], -1, -2)
-    part = _read(logits, sums[:, :, None], counts[:, :, None])
+    weights, total, scale = weigh(logits, counts[:, :, None, None])
+    part = weights @ sums[:, :, None], total, scale
     return carry, tuple(by_position(t) for t in part)
 
 
-def _read(logits, sums, counts):
-    """Partial softmax over the codes.
+def weigh(logits, numbers):
+    """The softmax over codes, each with its number of keys, which may be 0.
 
     Args:
-        logits: `(batch, heads, blocks, length, codes)`.
-        sums, counts: The cache before each block.
+        logits: `(..., codes)`.
+        numbers: Broadcasts with the logits.
+
+    Returns:
+        `(weights, total, log_scale)`, with the weights of one key per code.
     """
-    full = counts > MIN_COUNT
-    means = divide(sums, ops.where(full, counts, 0.0))
-    log_counts = ops.log(ops.where(full, counts, 1.0))
-    full = full[..., None, :]
-    logits = where(full, logits + log_counts[..., None, :], LOG_ZERO)
-    scale = max_along(ops.stop_gradient(logits), axis=-1)
-    weights = ops.where(full, ops.exp(logits - scale[..., None]), 0.0)
-    return weights @ means, ops.sum(weights, axis=-1), scale
+    full = numbers > MIN_COUNT
+    with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
+    with_numbers = ops.stop_gradient(where(full, with_numbers, LOG_ZERO))
+    scale = max_along(with_numbers, axis=-1)
+    # At most 1 / number.
+    weights = ops.exp(where(full, logits - scale[..., None], LOG_ZERO))
+    return weights, ops.sum(weights * numbers, axis=-1), scale
 
 
 def read_mixture(logits, chosen, values, sums=None, counts=None, seen=None):
-    """`_read` for soft codes: each key of the block has a share in every code.
+    """Partial softmax over soft codes: each key of the block has a share in every code.
 
     Its weight is `Σ_c exp(q·c) p(c | key)`. A code without keys so far must not set the
     scale, so the counts are those up to the query.
 
     Args:
-        logits, sums, counts: As for `_read`; without a cache, the last two are `None`.
+        logits: `(batch, heads, blocks, length, codes)`.
         chosen: `(batch, heads, blocks, length, codes)`, the shares of each key.
         values: `(batch, heads, blocks, length, value_dim)`.
+        sums, counts: The cache before each block, or `None` for an empty one.
         seen: 1 for keys of the block that a query sees and 0 for others. Defaults to
             those up to its own.
     """
@@ -189,15 +150,7 @@ def read_mixture(logits, chosen, values, sums=None, counts=None, seen=None):
         seen = ops.cast(lower_triangle(shape_of(logits)[3]), logits.dtype)
     in_block = seen @ chosen
     counts = in_block if counts is None else counts[..., None, :] + in_block
-    full = counts > MIN_COUNT
-    with_counts = logits + ops.log(ops.where(full, counts, 1.0))
-    with_counts = where(full, with_counts, LOG_ZERO)
-    scale = max_along(ops.stop_gradient(with_counts), axis=-1)
-    shifted = where(full, with_counts - scale[..., None], LOG_ZERO)
-    total = ops.sum(ops.exp(shifted), axis=-1)
-    # Excluding the counts, at most 1 / count.
-    shifted = where(full, logits - scale[..., None], LOG_ZERO)
-    weights = ops.exp(shifted)
+    weights, total, scale = weigh(logits, counts)
     key_weights = (weights @ ops.swapaxes(chosen, -1, -2)) * seen
     output = key_weights @ values
     return output if sums is None else weights @ sums + output, total, scale
@@ -296,7 +249,7 @@ def prefix_sums_gradient(grad_before, grad_last):
 
 
 @functools.cache
-def _hard_step(block_length):
+def hard_step(block_length):
     """`(step, gradient)` for `recompute_scan`.
 
     The carry is `(sum, count)`; `x` is the query, the values of the keys, 1 for keys

@@ -20,7 +20,7 @@ from keras_efficient_attn.ops.vq_attention.codebook import look_up
 
 
 def causal_code_attention(query, keys, codebook, cache, config):
-    """Computes `blocks.causal_code_attention` of hard codes.
+    """Computes `windowed.causal_code_attention` of hard codes.
 
     Arguments are as there; `keys` has an `index`, and codes get no gradient.
     """

@@ -22,73 +22,21 @@ from keras_efficient_attn.ops.common.chunking import (
     by_head,
     by_position,
     lower_triangle,
-    pad_to,
     sizes,
 )
 from keras_efficient_attn.ops.common.constants import constant
-from keras_efficient_attn.ops.common.numerics import max_along, where
-from keras_efficient_attn.ops.common.online_softmax import LOG_ZERO
-from keras_efficient_attn.ops.common.plan import block_sizes
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.vq_attention.blocks import (
     MIN_COUNT,
     key_columns,
-    layout,
     one_hot_codes,
     prefix_sums,
     sum_by_code,
+    weigh,
 )
-from keras_efficient_attn.ops.vq_attention.config import num_features
 
 
-def causal_expanded_attention(query, keys, codebook, cache, config):
-    """Partial softmax of query `t` over the keys `0..t`, expanded around codes.
-
-    Args:
-        query: `(batch, length, heads, dim)`.
-        keys: `Keys`: the residuals (keys minus their codes); values of missing keys are
-            zero.
-        codebook: `Codebook`.
-        cache: `(sum, count, square)` of shapes `(batch, heads, codes, features,
-            value_dim)`, `(batch, heads, codes, features)` and `(batch, heads, codes,
-            dim - rank)`; without the last if `rank` is `dim`.
-        config: `VQConfig`.
-
-    Returns:
-        `(part, cache)`: values, totals and log scales for `online_softmax.merge`, and
-        the cache after the last position.
-    """
-    codes = codebook.codes
-    rank = config.expanded_dims(codes.shape[-1])
-    how = config, block_sizes().sequential_blocks, num_features(rank)
-    size, blocks, groups = layout(query, keys.value, codes, *how)
-    xs = (query, *key_columns(keys))
-    xs = tuple(pad_to(x, groups * blocks * size) for x in xs)
-    step = _causal_step(size, rank)
-    cache, part = recompute_scan(step, cache, xs, (codes,), num_steps=groups)
-    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
-
-
-def full_expanded_attention(query, keys, codebook, cache, config):
-    """`causal_expanded_attention` without causality: queries see every valid key.
-
-    Queries and keys may differ in length.
-    """
-    codes = codebook.codes
-    rank = config.expanded_dims(codes.shape[-1])
-    how = config, True, num_features(rank)
-    size, blocks, groups = layout(keys.value, keys.value, codes, *how)
-    xs = tuple(pad_to(x, groups * blocks * size) for x in key_columns(keys))
-    step = _key_step(rank)
-    cache, _ = recompute_scan(step, cache, xs, (codes,), num_steps=groups)
-
-    size, blocks, groups = layout(query, keys.value, codes, *how)
-    xs, consts = (pad_to(query, groups * blocks * size),), (codes, *cache)
-    _, part = recompute_scan(_query_step(rank), (), xs, consts, num_steps=groups)
-    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
-
-
-def expanded_attention_in_a_block(query, keys, codebook, config, causal):
+def attention_in_a_block(query, keys, codebook, config, causal):
     """Partial softmax over all keys, causal or not, without a cache.
 
     Time and memory grow with the square of the length, but not with the number of
@@ -101,7 +49,7 @@ def expanded_attention_in_a_block(query, keys, codebook, config, causal):
 
 
 @functools.cache
-def _causal_step(block_length, rank):
+def causal_step(block_length, rank):
     def step(carry, x, consts):
         (codebook,) = consts
         query, residual, value, valid, index = (by_head(t, block_length) for t in x)
@@ -115,7 +63,7 @@ def _causal_step(block_length, rank):
 
 
 @functools.cache
-def _key_step(rank):
+def key_step(rank):
     def step(carry, x, consts):
         (codebook,) = consts
         residual, value, valid, index = (by_head(t, shape_of(x[0])[1]) for t in x)
@@ -127,7 +75,7 @@ def _key_step(rank):
 
 
 @functools.cache
-def _query_step(rank):
+def query_step(rank):
     def step(carry, x, consts):
         codebook, *state = consts
         query = by_head(x[0], shape_of(x[0])[1])
@@ -219,12 +167,8 @@ def read(query, codebook, cache, rank, block=None, seen=None):
         if seen is None:
             seen = ops.cast(lower_triangle(shape_of(query)[3]), query.dtype)
         numbers = numbers + seen @ chosen
-    full = numbers > MIN_COUNT
-    with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
-    with_numbers = where(full, with_numbers, LOG_ZERO)
-    scale = max_along(ops.stop_gradient(with_numbers), axis=-1)
-    # The weight of one key per code, at the code itself: at most 1 / number.
-    weights = ops.exp(where(full, logits - scale[..., None], LOG_ZERO))
+    # Of one key per code, at the code itself.
+    weights, _, scale = weigh(logits, numbers)
 
     output = total = 0.0
     if cache is not None:
@@ -250,7 +194,7 @@ def read(query, codebook, cache, rank, block=None, seen=None):
         spread = weights * spread
         total = total + ops.sum(spread, axis=-1)
         # Use the mean for each key of a code.
-        spread = spread / ops.where(full, numbers, 1.0)
+        spread = spread / ops.where(numbers > MIN_COUNT, numbers, 1.0)
         if cache is not None:
             output = output + spread @ sums[..., 0, :]
         if block is not None:

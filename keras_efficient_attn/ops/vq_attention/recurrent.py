@@ -3,14 +3,12 @@
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import shape_of
-from keras_efficient_attn.ops.common.numerics import max_along, where
 from keras_efficient_attn.ops.common.online_softmax import (
-    LOG_ZERO,
     divide,
     merge,
 )
 from keras_efficient_attn.ops.common.state import keep_last
-from keras_efficient_attn.ops.vq_attention.blocks import MIN_COUNT, one_hot_codes
+from keras_efficient_attn.ops.vq_attention.blocks import one_hot_codes, weigh
 from keras_efficient_attn.ops.vq_attention.codebook import (
     look_up,
     quantize,
@@ -91,7 +89,7 @@ def _read(query, cache, codes, config, window):
         parts = [map_tensors(lambda t: t[:, :, 0], part)]
         if window is not None:
             logits, values, valid = window
-            weights, *totals_and_scale = _weigh(logits, valid)
+            weights, *totals_and_scale = weigh(logits, valid)
             parts.append((weights @ values, *totals_and_scale))
         values, totals, _ = merge(parts)
         return divide(values, totals)
@@ -99,29 +97,14 @@ def _read(query, cache, codes, config, window):
     numbers, num_codes = numbers[:, :, None], codes.shape[1]
     logits = query @ ops.swapaxes(codes, -1, -2)
     if window is None:
-        weights, total, _ = _weigh(logits, numbers)
+        weights, total, _ = weigh(logits, numbers)
         return divide(weights @ sums, total)
     # A key in the window counts as a code with one key; a hidden key as an empty code.
     window_logits, values, valid = window
     valid = ops.broadcast_to(valid, shape_of(window_logits))
-    weights, total, _ = _weigh(
+    weights, total, _ = weigh(
         ops.concatenate([logits, window_logits], axis=-1),
         ops.concatenate([numbers, valid], axis=-1),
     )
     output = weights[..., :num_codes] @ sums + weights[..., num_codes:] @ values
     return divide(output, total)
-
-
-def _weigh(logits, numbers):
-    """The softmax over codes, each with its number of keys, which may be 0.
-
-    Returns:
-        `(weights, total, log_scale)`, with the weights of one key per code.
-    """
-    full = numbers > MIN_COUNT
-    with_numbers = logits + ops.log(ops.where(full, numbers, 1.0))
-    with_numbers = ops.stop_gradient(where(full, with_numbers, LOG_ZERO))
-    scale = max_along(with_numbers, axis=-1)
-    # At most 1 / number.
-    weights = ops.exp(where(full, logits - scale[..., None], LOG_ZERO))
-    return weights, ops.sum(weights * numbers, axis=-1), scale

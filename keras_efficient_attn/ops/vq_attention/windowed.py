@@ -5,6 +5,8 @@ window's length are attended to causally. If queries also see later keys, the sa
 once more from the end. Without a window, codes stand for all keys.
 """
 
+import math
+
 from keras import ops
 
 from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
@@ -13,20 +15,22 @@ from keras_efficient_attn.ops.common.chunking import (
     fit_length,
     longer_length,
     pad_length,
+    pad_to,
 )
 from keras_efficient_attn.ops.common.inputs import hide_masked
 from keras_efficient_attn.ops.common.interval_softmax.choice import attend_window
 from keras_efficient_attn.ops.common.masks import SlidingWindow
 from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.online_softmax import divide, merge
-from keras_efficient_attn.ops.common.plan import has_tpu_kernels, jit_on_jax
-from keras_efficient_attn.ops.common.rows import WHOLE_ROWS
-from keras_efficient_attn.ops.common.state import keep_last
-from keras_efficient_attn.ops.vq_attention import feature_kernel
-from keras_efficient_attn.ops.vq_attention.blocks import (
-    causal_code_attention,
-    full_code_attention,
+from keras_efficient_attn.ops.common.plan import (
+    block_sizes,
+    has_tpu_kernels,
+    jit_on_jax,
 )
+from keras_efficient_attn.ops.common.rows import WHOLE_ROWS
+from keras_efficient_attn.ops.common.scan import recompute_scan
+from keras_efficient_attn.ops.common.state import keep_last
+from keras_efficient_attn.ops.vq_attention import blocks, expanded, feature_kernel
 from keras_efficient_attn.ops.vq_attention.by_document import attend_by_document
 from keras_efficient_attn.ops.vq_attention.codebook import look_up, quantize
 from keras_efficient_attn.ops.vq_attention.config import (
@@ -41,11 +45,6 @@ from keras_efficient_attn.ops.vq_attention.config import (
     named_window,
     with_history,
     with_valid,
-)
-from keras_efficient_attn.ops.vq_attention.expanded import (
-    causal_expanded_attention,
-    expanded_attention_in_a_block,
-    full_expanded_attention,
 )
 from keras_efficient_attn.ops.vq_attention.recurrent import attend_token
 
@@ -232,15 +231,66 @@ def attend_to_codes(
         tensors = query, keys, codes
         return feature_kernel.causal_attention(kernel, *tensors, kernel_dtype), None
     if in_a_block:
-        part = expanded_attention_in_a_block(query, keys, codebook, config, causal)
+        part = expanded.attention_in_a_block(query, keys, codebook, config, causal)
         return part, None
-    if expands:
-        attend = causal_expanded_attention if causal else full_expanded_attention
-    elif causal and not config.soft and fused_module(query) is not None:
+    if causal and not (expands or config.soft) and fused_module(query) is not None:
         attend = blocks_torch.causal_code_attention
     else:
         attend = causal_code_attention if causal else full_code_attention
     return attend(query, keys, codebook, cache, config)
+
+
+def causal_code_attention(query, keys, codebook, cache, config):
+    """Partial softmax of query `t` over the keys `0..t`, through their codes.
+
+    Args:
+        query: `(batch, length, heads, dim)`.
+        keys: `Keys` from `keys_for_codes`; values of missing keys are zero.
+        codebook: `Codebook`.
+        cache: `(sum, count)` of shapes `(batch, heads, codes, value_dim)` and `(batch,
+            heads, codes)`; with `order=2`, what `expanded` describes.
+        config: `VQConfig`.
+
+    Returns:
+        `(part, cache)`: values, totals and log scales for `online_softmax.merge`, and
+        the cache after the last position.
+    """
+    codes, gradient = codebook.codes, None
+    sequential = block_sizes().sequential_blocks
+    size, number, groups = blocks.layout(query, keys.value, codes, config, sequential)
+    xs = (query, *blocks.key_columns(keys))
+    xs = tuple(pad_to(x, groups * number * size) for x in xs)
+    if config.order == 2:
+        step = expanded.causal_step(size, config.expanded_dims(codes.shape[-1]))
+    elif config.soft:
+        step = blocks.soft_step(size)
+    else:
+        step, gradient = blocks.hard_step(size)
+    consts = tuple(t for t in codebook if t is not None)
+    cache, part = recompute_scan(step, cache, xs, consts, gradient, num_steps=groups)
+    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
+
+
+def full_code_attention(query, keys, codebook, cache, config):
+    """`causal_code_attention` without causality: queries see every valid key.
+
+    Queries and keys may differ in length.
+    """
+    codes, rank = codebook.codes, config.expanded_dims(codebook.codes.shape[-1])
+    expands = config.order == 2
+    key_step = expanded.key_step(rank) if expands else blocks.key_step
+    query_step = expanded.query_step(rank) if expands else blocks.query_step
+
+    def padded(sequence, *tensors):
+        sizes = blocks.layout(sequence, keys.value, codes, config, expands)
+        return tuple(pad_to(x, math.prod(sizes)) for x in tensors), sizes[2]
+
+    xs, groups = padded(keys.value, *blocks.key_columns(keys))
+    consts = tuple(t for t in codebook if t is not None)
+    cache, _ = recompute_scan(key_step, cache, xs, consts, num_steps=groups)
+    xs, groups = padded(query, query)
+    _, part = recompute_scan(query_step, (), xs, (codes, *cache), num_steps=groups)
+    return tuple(y[:, : shape_of(query)[1]] for y in part), cache
 
 
 def keys_for_codes(keys, codebook, config):

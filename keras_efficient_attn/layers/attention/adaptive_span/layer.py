@@ -15,6 +15,8 @@ from keras_efficient_attn.ops.common.backend import shape_of
 from keras_efficient_attn.ops.common.checks import (
     check_bool,
     check_positive_int,
+    check_positive_number,
+    check_weight,
     is_number,
     is_positive_int,
 )
@@ -338,20 +340,14 @@ class AdaptiveSpan(PatternAttention):
                 f"`window` must be a positive integer up to `max_span` "
                 f"({self.max_span}), or None. Received: window={self.window!r}"
             )
-        limits = {
-            "ramp": ("a positive number", lambda x: 0 < x < math.inf),
-            "initial_span": (
-                f"a number from 0 to `max_span` ({self.max_span})",
-                lambda x: 0 <= x <= self.max_span,
-            ),
-            "penalty": ("a number of at least 0", lambda x: 0 <= x < math.inf),
-        }
-        for argument, (kind, holds) in limits.items():
-            received = getattr(self, argument)
-            if not is_number(received) or not holds(received):
-                raise ValueError(
-                    f"`{argument}` must be {kind}. Received: {argument}={received!r}"
-                )
+        check_positive_number("ramp", self.ramp)
+        check_weight("penalty", self.penalty)
+        initial = self.initial_span
+        if not is_number(initial) or not 0 <= initial <= self.max_span:
+            raise ValueError(
+                f"`initial_span` must be a number from 0 to `max_span` "
+                f"({self.max_span}). Received: initial_span={initial!r}"
+            )
         check_bool("include_self", self.include_self)
         check_bool("dynamic", self.dynamic)
         if self.relative_positions != "shared":

@@ -23,7 +23,6 @@ from keras_efficient_attn.ops.common.feature_kernels.choice import (
 )
 from keras_efficient_attn.ops.common.numerics import (
     accumulator_dtype,
-    rms_normalize,
 )
 from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_state_spec,
@@ -293,16 +292,6 @@ class LinearAttention(EfficientAttention):
             documents=call.documents,
         )
         return (query, key, value), options, position
-
-    def _prepare(self, x, dtype, position):
-        """Queries or keys, normalised, rotated and scaled."""
-        if self.qk_norm:
-            x = rms_normalize(ops.cast(x, dtype))
-        if self.rotary_wavelength is None:
-            x = ops.cast(x, dtype)
-        else:
-            x = self._rotate(x, position, dtype)
-        return x if self._scale == 1.0 else x * self._scale
 
     def _map_inputs(self, query, key, call):
         """Queries and keys as the feature map's input, and the tensors it reads."""

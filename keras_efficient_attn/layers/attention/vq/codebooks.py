@@ -11,14 +11,16 @@ import numpy as np
 from keras import ops
 
 from keras_efficient_attn.layers.arguments import identity
-from keras_efficient_attn.layers.options import Options, check_name
+from keras_efficient_attn.layers.options import Options
 from keras_efficient_attn.layers.replicas import (
     sum_over_replicas,
     take_first_replica,
 )
 from keras_efficient_attn.ops.common.checks import (
+    check_name,
     check_positive_int,
     check_positive_number,
+    check_weight,
 )
 from keras_efficient_attn.ops.common.numerics import wide_dtype
 from keras_efficient_attn.ops.common.random import uniform
@@ -106,11 +108,7 @@ class CodeOptions(Options):
                 "`momentum` must be a number between 0 and 1. Received: "
                 f"momentum={self.momentum!r}"
             )
-        if not 0 <= self.commitment_weight < math.inf:
-            raise ValueError(
-                "`commitment_weight` must be a number of at least 0. Received: "
-                f"commitment_weight={self.commitment_weight!r}"
-            )
+        check_weight("commitment_weight", self.commitment_weight)
 
     @property
     def is_soft(self):

@@ -28,7 +28,7 @@ from keras_efficient_attn.ops.common.checks import (
     check_rotary_wavelength,
 )
 from keras_efficient_attn.ops.common.dense_softmax import count_pairs
-from keras_efficient_attn.ops.common.numerics import accumulator_dtype, rms_normalize
+from keras_efficient_attn.ops.common.numerics import accumulator_dtype
 from keras_efficient_attn.ops.common.positions import (
     bias_products,
     window_sinusoids,
@@ -172,6 +172,8 @@ class VQAttention(EfficientAttention):
     """
 
     takes_sliding_window = True
+    takes_documents = True
+    can_calibrate = True
 
     def __init__(
         self,
@@ -221,6 +223,8 @@ class VQAttention(EfficientAttention):
             name="position_dropout",
         )
         self.keep(dict(qk_norm=qk_norm, rotary_wavelength=rotary_wavelength))
+        # Of queries and of keys.
+        self._scale = self._key_dim**-0.25
 
     def build(self, query_shape, value_shape, key_shape=None):
         super().build(query_shape, value_shape, key_shape)
@@ -270,14 +274,6 @@ class VQAttention(EfficientAttention):
         They are in the coordinates of the keys.
         """
         return self._codebook.codes
-
-    @property
-    def takes_documents(self):
-        return True
-
-    @property
-    def can_calibrate(self):
-        return True
 
     @property
     def estimates_softmax(self):
@@ -491,20 +487,10 @@ class VQAttention(EfficientAttention):
             "position_dropout": self._position_dropout.rate,
         }
 
-    def _prepare(self, x, dtype, position):
-        """Queries or keys, normalised, rotated and scaled."""
-        if self.qk_norm:
-            x = rms_normalize(ops.cast(x, dtype))
-        if self.rotary_wavelength is None:
-            x = ops.cast(x, dtype)
-        else:
-            x = self._rotate(x, position, dtype)
-        return x * self._key_dim**-0.25
-
     def _content_query(self, query):
         """Prepared queries, with the bias of relative positions."""
         bias = ops.cast(self._content_bias, query.dtype)
-        return query + self._key_dim**-0.25 * bias
+        return query + self._scale * bias
 
     def _calibration_keys(self, x):
         """Prepared keys of calibration data, `(batch, length, heads, key_dim)`."""
@@ -534,8 +520,8 @@ class VQAttention(EfficientAttention):
             ops.cast(weight, query.dtype)
             for weight in (self._position_bias, self._position_kernel)
         )
-        key, scale = ops.einsum("md,dhk->mhk", waves, kernel), self._key_dim**-0.25
-        return Positions(query + scale * bias, scale * key)
+        key = ops.einsum("md,dhk->mhk", waves, kernel)
+        return Positions(query + self._scale * bias, self._scale * key)
 
     @property
     def _learns(self):

@@ -43,6 +43,8 @@ from keras_efficient_attn.ops.common.feature_kernels.pallas_blocks import (
     as_columns,
     as_rows,
     dot,
+    keep_state,
+    start,
 )
 from keras_efficient_attn.ops.common.online_softmax import divide
 from keras_efficient_attn.ops.linear_attention.gated.chunked import (
@@ -233,7 +235,7 @@ class _Chunk:
 
 
 def gated_attention_forward(plan, inputs, outputs, state):
-    _start(inputs, state)
+    start(inputs, {"state": state})
     chunks = [
         _Chunk(plan, inputs, index, "output" in outputs) for index in range(plan.chunks)
     ]
@@ -260,12 +262,12 @@ def gated_attention_forward(plan, inputs, outputs, state):
             if inverses is not None:
                 outputs["inverse"][index] = inverses[index].astype(plan.operand)
         before = before * chunk.decay.whole + dot(plan, update, chunk.far_key, (0, 0))
-    _keep(plan, before, state, outputs)
+    keep_state(plan, {"state": before}, {"state": state}, outputs)
 
 
 def gated_attention_gradient(plan, inputs, outputs, state):
     """Computes all gradients, last block first; the state is that of its gradient."""
-    _start(inputs, state)
+    start(inputs, {"state": state})
     after = state[...]
     for index in reversed(range(plan.chunks)):
         chunk = _Chunk(plan, inputs, index)
@@ -317,25 +319,7 @@ def gated_attention_gradient(plan, inputs, outputs, state):
         for name, gradient in gradients.items():
             outputs[name][chunk.rows, :] = gradient.astype(outputs[name].dtype)
         after = grad_before
-    _keep(plan, after, state, outputs)
-
-
-def _start(inputs, state):
-    """Initialises the state, or its gradient, in a head's first program."""
-
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        state[...] = inputs["state"][...]
-
-
-def _keep(plan, value, state, outputs):
-    """Keeps the state for the next program; the last one returns it."""
-    state[...] = value
-    if "state" in outputs:
-
-        @pl.when(pl.program_id(2) == plan.blocks - 1)
-        def _():
-            outputs["state"][...] = value
+    keep_state(plan, {"state": after}, {"state": state}, outputs)
 
 
 def _places(size):

@@ -67,6 +67,7 @@ class GatedStateAttention(LinearAttention):
     """
 
     takes_sliding_window = False
+    estimates_softmax = False
 
     def __init__(
         self,
@@ -142,10 +143,6 @@ class GatedStateAttention(LinearAttention):
                 "use_causal_mask=True, or use another layer in an encoder. Received: "
                 "use_causal_mask=False"
             )
-
-    @property
-    def estimates_softmax(self):
-        return False
 
     @property
     def _gate_rank(self):
