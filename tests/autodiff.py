@@ -66,6 +66,29 @@ def gradients(function, *arrays, xla=False):
     return gradient_function(function, xla=xla)(*arrays)
 
 
+def assert_slope(gradient, definition, arrays, i=0, step=1e-5, tolerance=1e-5):
+    """Compares a gradient with a central difference along a random direction.
+
+    Args:
+        gradient: Of `arrays[i]`.
+        definition: Maps the arrays, in float64, to a scalar.
+        arrays: Where the gradient was taken.
+        step: Of the difference.
+        tolerance: Of the slope, as a fraction of the norms of gradient and direction.
+    """
+    direction = np.random.default_rng([7, i]).normal(size=arrays[i].shape)
+
+    def value(shift):
+        moved = [x.astype("float64") for x in arrays]
+        moved[i] += shift * direction
+        return definition(*moved)
+
+    slope = (value(step) - value(-step)) / (2 * step)
+    size = np.linalg.norm(gradient) * np.linalg.norm(direction)
+    assert size > 0
+    assert abs((gradient * direction).sum() - slope) < tolerance * size
+
+
 def _jax(function):
     import jax
 

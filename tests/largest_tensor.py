@@ -1,4 +1,4 @@
-"""The largest tensor in a function and its gradient, on each backend."""
+"""The largest tensor in a function and its gradient, and the bytes of temporaries."""
 
 import math
 import re
@@ -12,6 +12,19 @@ def largest_tensor(loss, x):
     """Elements of the largest tensor in a scalar `loss` and its gradient."""
     backend = keras.backend.backend()
     return {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[backend](loss, x)
+
+
+def temporary_bytes(function, *inputs):
+    """Bytes of temporaries of `function`, compiled by JAX.
+
+    Args:
+        function: Of tensors, in JAX.
+        inputs: Arrays, or lists of arrays, or what describes their shapes.
+    """
+    import jax
+
+    program = jax.jit(function).lower(*inputs).compile()
+    return program.memory_analysis().temp_size_in_bytes
 
 
 def _jax(loss, x):

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 from keras import ops
 
+from keras_efficient_attn.ops import linear_attention, linear_attention_state
 from keras_efficient_attn.ops.common.feature_kernels import entrywise
 from keras_efficient_attn.ops.common.feature_kernels.choice import (
     LinearAttentionConfig,
@@ -15,7 +16,9 @@ from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_with_feature_maps,
 )
 from keras_efficient_attn.ops.linear_attention.reference import reference_attention
+from tests import dense
 from tests.autodiff import to_numpy
+from tests.ops.pieces import read_in_pieces
 
 STATE_NAMES = ("sum", "normalizer", "log_scale")
 ENTRYWISE = {
@@ -179,10 +182,28 @@ def weighed_sum(outputs):
     """A scalar function of all outputs, to differentiate."""
 
     def weigh(x):
-        weights = np.sin(np.arange(np.prod(x.shape), dtype="float32"))
-        return ops.sum(ops.cast(weights.reshape(x.shape), x.dtype) * x)
+        shape = tuple(x.shape)
+        weights = np.sin(np.arange(np.prod(shape), dtype="float32")).reshape(shape)
+        return ops.sum(ops.cast(weights, x.dtype) * x)
 
     return sum(map(weigh, outputs))
+
+
+def with_gradients(function):
+    """`function` of named arrays and its gradients, but the log scale's, by JAX."""
+    import jax
+
+    def loss(arrays):
+        outputs = function(arrays)
+        return weighed_sum(outputs), outputs
+
+    @jax.jit
+    def compute(arrays):
+        gradients, outputs = jax.grad(loss, has_aux=True)(arrays)
+        gradients.pop("log_scale", None)
+        return {**gradients, **{str(i): x for i, x in enumerate(outputs)}}
+
+    return compute
 
 
 def assert_close(received, correct):
@@ -194,3 +215,17 @@ def assert_close(received, correct):
         np.testing.assert_allclose(
             to_numpy(received[name]), expected, atol=limit, rtol=1e-4, err_msg=name
         )
+
+
+def check_pieces(implementation):
+    """Reads a sequence in two pieces by the public operation."""
+    x = np.random.default_rng(0).gamma(1.0, size=(1, 40, 2, 8)).astype("float32")
+    options = dict(causal=True, implementation=implementation)
+
+    def attend(x, state):
+        return linear_attention(x, x, x, state=state, **options)
+
+    state = linear_attention_state(1, 2, 8, 8)
+    output, _ = read_in_pieces(attend, state, [x], (25, 15))
+    correct, _ = dense.weigh(dense.dots(x, x), x, causal=True)
+    np.testing.assert_allclose(output, correct, rtol=1e-5, atol=1e-5)

@@ -1,8 +1,9 @@
 """Reads sequences in pieces through a state, and the reference softmax."""
 
 import numpy as np
+from keras import ops
 
-from tests.autodiff import to_numpy
+from tests.autodiff import gradient_function, to_numpy
 
 TOLERANCE = dict(rtol=1e-4, atol=1e-5)
 # One token at a time; segments; both alternately.
@@ -88,19 +89,47 @@ def _weights(query, key, allowed, scale, logits=0.0, factor=1.0):
     return weights / np.where(totals == 0, 1.0, totals)
 
 
-def assert_gradients_are(received, expected):
-    for ours, correct in zip(received, expected, strict=True):
-        np.testing.assert_allclose(ours, correct, **TOLERANCE)
-
-
-def draw_with_hidden_keys(heads_of, length):
-    """`(query, key, value, mask)`; masked positions are NaN: they must not be read.
+def check_masked_softmax(
+    attend, tensors, allowed, weight, mask=None, scale=0.5, tolerance=TOLERANCE
+):
+    """Compares outputs and gradients with the formula; hidden keys are NaN.
 
     Args:
-        heads_of: Maps a length, a size of heads and a seed to an array.
-        length: The length of all four.
+        attend: Maps query, key and value to an output.
+        tensors: Query, key and value.
+        allowed: As for `masked_softmax`, without `mask`.
+        weight: Of the output in the sum that is differentiated.
+        mask: Boolean `(batch, keys)`; hides keys of `attend`.
+        scale: Of `attend`.
+        tolerance: Relative and absolute, by name.
     """
-    tensors = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
+    given = list(tensors)
+    if mask is not None:
+        allowed = allowed & mask[:, None, None]
+        given[1:] = (np.where(mask[..., None, None], x, np.nan) for x in tensors[1:])
+
+    def loss(query, key, value):
+        return ops.sum(ops.multiply(attend(query, key, value), weight))
+
+    received = [to_numpy(attend(*given)), *gradient_function(loss)(*given)]
+    expected = [
+        masked_softmax(*tensors, allowed, scale),
+        *softmax_gradients(*tensors, allowed, scale, weight),
+    ]
+    for ours, correct in zip(received, expected, strict=True):
+        np.testing.assert_allclose(ours, correct, **tolerance)
+    if mask is not None:
+        assert not any(gradient[~mask].any() for gradient in received[2:])
+
+
+def heads_of(length, dim=4, heads=2, seed=0):
+    random = np.random.default_rng(seed)
+    return random.normal(size=(2, length, heads, dim)).astype("float32")
+
+
+def draw_with_hidden_keys(length, heads=2):
+    """`(query, key, value, mask)`; masked positions are NaN: they must not be read."""
+    tensors = [heads_of(length, dim, heads, seed) for seed, dim in enumerate((4, 4, 5))]
     mask = draw_mask(length)
     tensors[1][~mask] = tensors[2][~mask] = np.nan
     return *tensors, mask

@@ -5,7 +5,15 @@ import pytest
 
 from keras_efficient_attn.ops import adaptive_span_attention, adaptive_span_state
 from tests.autodiff import to_numpy
-from tests.ops.pieces import SIZES, TOLERANCE, masked_softmax, read_in_pieces
+from tests.ops.pieces import (
+    SIZES,
+    TOLERANCE,
+    draw_mask,
+    masked_softmax,
+    read_in_pieces,
+)
+
+RAMP = 5.5
 
 
 def operands(length=150):
@@ -15,26 +23,42 @@ def operands(length=150):
     return q, k, v, spans
 
 
+def definition(
+    tensors, spans, mask, window, causal=True, include_self=True, position_key=None
+):
+    """The formula in float64; spans are per head, or per position."""
+    query, key, _ = tensors
+    distance = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
+    seen = (distance >= 0) | (not causal)
+    distance = abs(distance)
+    seen &= (distance < window) & (distance >= 1 - include_self)
+    spans = np.broadcast_to(spans, query.shape[:3]).swapaxes(1, 2)[..., None]
+    factor = np.clip((RAMP + spans.astype("float64") - distance) / RAMP, 0, 1)
+    logits = 0.0
+    if position_key is not None:
+        rows = position_key[np.minimum(distance, window - 1)]
+        logits = 0.5 * np.einsum("bthd,tsd->bhts", query, rows, dtype="float64")
+    allowed = seen & mask[:, None, None]
+    return masked_softmax(*tensors, allowed, 0.5, logits, factor)
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_are_the_quadratic_definition(causal):
-    q, k, v, spans = operands()
-    options = dict(
-        window=33,
-        ramp=5.5,
-        position_key=k[0, :40, 0],
-        causal=causal,
-        key_mask=np.random.default_rng(6).random((2, 150)) > 0.3,
-    )
+def test_outputs_are_those_of_the_definition(causal, implementation):
+    *tensors, spans = operands()
+    mask = np.random.default_rng(6).random((2, 150)) > 0.3
+    options = dict(window=33, position_key=tensors[1][0, :40, 0], causal=causal)
     for given in (spans, spans[0, 0]):
-        definition, blocks = (
-            to_numpy(
-                adaptive_span_attention(
-                    q, k, v, given, implementation=implementation, **options
-                )
-            )
-            for implementation in ("reference", "blocks")
+        output = adaptive_span_attention(
+            *tensors,
+            given,
+            ramp=RAMP,
+            key_mask=mask,
+            implementation=implementation,
+            **options,
         )
-        np.testing.assert_allclose(blocks, definition, rtol=1e-4, atol=1e-5)
+        correct = definition(tensors, given, mask, **options)
+        np.testing.assert_allclose(to_numpy(output), correct, **TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +86,9 @@ def test_operands_that_do_not_fit(options, message):
 # One window is never full; spans are per head, or per position.
 @pytest.mark.parametrize(("window", "dynamic"), [(1, False), (7, True), (60, False)])
 def test_tokens_and_segments_are_the_whole(window, dynamic, sizes):
-    length, ramp = 23, 5.5
+    length = 23
     *tensors, spans = operands(length)
-    mask = np.random.default_rng(3).random((2, length)) > 0.3
-    mask[0, :4] = False
+    mask = draw_mask(length)
     # A key that the mask hides is not read.
     tensors[1][~mask] = tensors[2][~mask] = np.nan
     if not dynamic:
@@ -79,7 +102,7 @@ def test_tokens_and_segments_are_the_whole(window, dynamic, sizes):
             value,
             spans if dynamic else spans[0, 0],
             window=window,
-            ramp=ramp,
+            ramp=RAMP,
             position_key=position_key,
             causal=True,
             key_mask=mask,
@@ -91,18 +114,8 @@ def test_tokens_and_segments_are_the_whole(window, dynamic, sizes):
         attend, state, (*tensors, mask, spans), SIZES[sizes](length)
     )
     clean = [np.nan_to_num(x) for x in tensors]
-    distance = np.arange(length)[:, None] - np.arange(length)
-    near = (distance >= 0) & (distance < window)
-    factor = (ramp + spans.transpose(0, 2, 1)[..., None] - distance) / ramp
-    rows = position_key.astype("float64")[np.maximum(distance, 0)]
-    expected = masked_softmax(
-        *clean,
-        near & mask[:, None, None],
-        scale=0.5,
-        logits=0.5 * np.einsum("bthd,tsd->bhts", clean[0], rows),
-        factor=np.clip(factor, 0, 1),
-    )
-    np.testing.assert_allclose(output, expected, **TOLERANCE)
+    correct = definition(clean, spans, mask, window, position_key=position_key)
+    np.testing.assert_allclose(output, correct, **TOLERANCE)
     assert tuple(state["key"].shape) == (2, window - 1, 3, 4)
 
 

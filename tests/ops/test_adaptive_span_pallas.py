@@ -8,7 +8,7 @@ from keras import ops
 from keras_efficient_attn.ops import adaptive_span_attention
 from keras_efficient_attn.ops.common.plan import plan_for
 from tests.autodiff import gradients, to_numpy
-from tests.ops.test_adaptive_span import operands
+from tests.ops.test_adaptive_span import RAMP, definition, operands
 
 if keras.backend.backend() != "jax":
     pytest.skip("Pallas is JAX's", allow_module_level=True)
@@ -17,8 +17,6 @@ import jax
 
 from keras_efficient_attn.ops.adaptive_span import pallas
 
-RAMP = 5.5
-
 
 @pytest.fixture(autouse=True)
 def tpu_with_small_blocks(monkeypatch):
@@ -26,21 +24,6 @@ def tpu_with_small_blocks(monkeypatch):
     monkeypatch.setattr(pallas, "BLOCK", 32)
     with plan_for("tpu"):
         yield
-
-
-def definition(q, k, v, spans, mask, window, causal, include_self):
-    """The formula in float64."""
-    q, k, v, spans = (x.astype("float64") for x in (q, k, v, spans))
-    i, j = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])
-    distance = np.abs(i - j)
-    seen = (distance < window) & (i >= j if causal else True)
-    seen &= distance >= (0 if include_self else 1)
-    soft = np.clip((RAMP + np.swapaxes(spans, 1, 2)[..., None] - distance) / RAMP, 0, 1)
-    weights = soft * np.exp(np.einsum("bqhd,bkhd->bhqk", q, k) / 2)
-    weights = np.where(seen & mask[:, None, None], weights, 0)
-    total = weights.sum(-1, keepdims=True)
-    weights = weights / np.where(total > 0, total, 1)
-    return np.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 CASES = [
@@ -81,8 +64,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(case):
     output = adaptive_span_attention(
         q, *poisoned, given, ramp=RAMP, key_mask=mask, **options
     )
-    whole = np.broadcast_to(given, spans.shape)
-    correct = definition(q, k, v, whole, mask, **options)
+    correct = definition((q, k, v), given, mask, **options)
     np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
     received = gradients(loss(None), q, *poisoned, given)
     expected = gradients(loss("reference"), q, k, v, given)
@@ -98,7 +80,7 @@ def test_lengths_may_differ(lengths):
     options = dict(window=70, causal=True)
     output = adaptive_span_attention(q, k, v, spans, ramp=RAMP, **options)
     mask = np.ones(k.shape[:2], bool)
-    correct = definition(q, k, v, spans, mask, include_self=True, **options)
+    correct = definition((q, k, v), spans, mask, **options)
     np.testing.assert_allclose(to_numpy(output), correct, rtol=1e-4, atol=1e-5)
 
 
@@ -110,7 +92,7 @@ def test_bfloat16_is_added_up_in_float32():
     assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
     wide = [to_numpy(ops.cast(x, "float32")) for x in half]
     mask = np.ones((2, 150), bool)
-    correct = definition(*wide, spans, mask, include_self=True, **options)
+    correct = definition(wide, spans, mask, **options)
     output = to_numpy(ops.cast(output, "float32"))
     np.testing.assert_allclose(output, correct, rtol=0.03, atol=0.03)
 

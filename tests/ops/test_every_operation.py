@@ -90,6 +90,29 @@ def test_without_keys_all_outputs_are_zero(name, causal, implementation):
         np.testing.assert_array_equal(to_numpy(output), np.zeros((2, queries, 3, 4)))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ATTEND)
+def test_masked_keys_are_not_read(name, implementation):
+    query, key, value = qkv()
+    mask = np.array([[0, 1, 1, 0, 1, 1, 1], [1, 0, 1, 1, 1, 1, 0]], bool)
+    kept = mask[..., None, None]
+
+    def attend(*tensors):
+        return ATTEND[name](*tensors, key_mask=mask, implementation=implementation)
+
+    def loss(*tensors):
+        return keras_ops.sum(keras_ops.square(attend(*tensors)))
+
+    results = []
+    for hidden in (0.0, np.nan):
+        keys, values = (np.where(kept, x, hidden) for x in (key, value))
+        slopes = gradients(loss, query, keys, values)
+        # The operations of "linear" square the keys, and NaN has no slope.
+        results.append([to_numpy(attend(query, keys, values)), slopes[0], slopes[2]])
+    for clean, poisoned in zip(*results, strict=True):
+        np.testing.assert_array_equal(poisoned, clean)
+
+
 def attend_with_ones(query, key, value, **options):
     query, key = (keras_ops.ones_like(x) for x in (query, key))
     return ops.linear_attention(query, key, value, **options)

@@ -11,8 +11,9 @@ from keras_efficient_attn.ops.common.feature_kernels.choice import features_conf
 from keras_efficient_attn.ops.linear_attention.gated.api import (
     gated_attention_with_feature_maps,
 )
-from tests.autodiff import gradient_function, gradients, to_numpy
-from tests.ops.pieces import SIZES, TOLERANCE, read_in_pieces
+from tests.autodiff import assert_slope, gradient_function, gradients, to_numpy
+from tests.ops.linear_attention_cases import weighed_sum
+from tests.ops.pieces import SIZES, TOLERANCE, draw_mask, read_in_pieces
 
 # Which of the two arguments a rule has, and whether decays differ by feature.
 RULES = {
@@ -22,7 +23,7 @@ RULES = {
     "decay-delta": ("scalar", True),
     "decay-by-feature-delta": ("vector", True),
 }
-BATCH, HEADS, FEATURES, VALUE_DIM = 2, 2, 5, 3
+BATCH, LENGTH, HEADS, FEATURES, VALUE_DIM = 2, 37, 2, 5, 3
 
 
 @pytest.fixture(params=RULES.values(), ids=RULES.keys())
@@ -30,7 +31,7 @@ def rule(request):
     return request.param
 
 
-def draw(rule=("vector", True), length=37, strength=1.0, seed=0):
+def draw(rule=("vector", True), length=LENGTH, strength=1.0, seed=0):
     """`[query, key, value, log_decay, beta]`, positive except values, unit keys."""
     decays, corrects = rule
     random = np.random.default_rng(seed)
@@ -44,12 +45,6 @@ def draw(rule=("vector", True), length=37, strength=1.0, seed=0):
     beta = random.uniform(0, 2, size=shape) if corrects else None
     tensors = (query, key, value, log_decay, beta)
     return [x if x is None else x.astype("float32") for x in tensors]
-
-
-def draw_mask(length=37):
-    mask = np.random.default_rng(3).random((BATCH, length)) > 0.3
-    mask[0, :4] = False
-    return mask
 
 
 def recurrence(query, key, value, log_decay, beta, mask=None, normalize=False):
@@ -98,7 +93,7 @@ def poison(tensors, mask):
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 def test_outputs_are_those_of_the_recurrence(rule, implementation):
-    tensors, mask = draw(rule), draw_mask()
+    tensors, mask = draw(rule), draw_mask(LENGTH)
     correct, _ = recurrence(*tensors, mask)
     options = dict(key_mask=mask, chunk_size=20, implementation=implementation)
     received = attend(*poison(tensors, mask), **options)
@@ -108,7 +103,7 @@ def test_outputs_are_those_of_the_recurrence(rule, implementation):
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 @pytest.mark.parametrize("rule", [("scalar", False), ("vector", False)], ids=str)
 def test_normalized_outputs(rule, implementation):
-    tensors, mask = draw(rule), draw_mask()
+    tensors, mask = draw(rule), draw_mask(LENGTH)
     correct, _ = recurrence(*tensors, mask, normalize=True)
     options = dict(key_mask=mask, chunk_size=20, normalize=True)
     received = attend(*tensors, implementation=implementation, **options)
@@ -116,9 +111,8 @@ def test_normalized_outputs(rule, implementation):
 
 
 def test_gradients_are_the_slopes_of_the_recurrence(rule):
-    tensors, mask = draw(rule), draw_mask()
-    random = np.random.default_rng(5)
-    cotangent = random.normal(size=tensors[2].shape)
+    tensors, mask = draw(rule), draw_mask(LENGTH)
+    cotangent = np.random.default_rng(5).normal(size=tensors[2].shape)
     given = [x for x in tensors if x is not None]
 
     def restore(arrays):
@@ -129,20 +123,11 @@ def test_gradients_are_the_slopes_of_the_recurrence(rule):
         output = attend(*restore(arrays), key_mask=mask, chunk_size=8)
         return ops.sum(ops.multiply(output, cotangent.astype("float32")))
 
-    def exact_loss(arrays):
+    def exact_loss(*arrays):
         return (recurrence(*restore(arrays), mask)[0] * cotangent).sum()
 
-    received = gradients(loss, *poison(given, mask))
-    for i, gradient in enumerate(received):
-        direction = random.normal(size=gradient.shape)
-        steps = []
-        for step in (1e-5, -1e-5):
-            moved = list(given)
-            moved[i] = moved[i] + step * direction
-            steps.append(exact_loss(moved))
-        slope = (steps[0] - steps[1]) / 2e-5
-        size = np.linalg.norm(gradient) * np.linalg.norm(direction)
-        assert abs((gradient * direction).sum() - slope) < 1e-5 * size
+    for i, gradient in enumerate(gradients(loss, *poison(given, mask))):
+        assert_slope(gradient, exact_loss, given, i)
         if i:
             assert np.all(gradient[~mask] == 0)
 
@@ -151,15 +136,12 @@ def test_gradients_are_the_slopes_of_the_recurrence(rule):
 def test_gradients_equal_those_of_the_reference(normalize):
     # Without corrections, because their normalizers may be near zero.
     tensors = draw(("vector", False))[:4]
-    cotangent = np.sin(np.arange(tensors[2].size, dtype="float32"))
-    cotangent = cotangent.reshape(tensors[2].shape)
 
     def gradient(implementation):
         options = dict(implementation=implementation, normalize=normalize)
 
         def loss(*arrays):
-            output = attend(*arrays, None, chunk_size=20, **options)
-            return ops.sum(ops.multiply(output, cotangent))
+            return weighed_sum([attend(*arrays, None, chunk_size=20, **options)])
 
         return gradients(loss, *tensors)
 
@@ -221,20 +203,18 @@ def test_pieces_give_the_whole_and_the_state_its_sums(rule, sizes, normalize):
 
 def test_gradients_flow_through_the_state():
     tensors = draw(length=21)
-    cotangent = np.sin(np.arange(tensors[2].size, dtype="float32"))
-    cotangent = cotangent.reshape(tensors[2].shape)
 
     def whole(*tensors):
-        return ops.sum(ops.multiply(attend(*tensors, chunk_size=8), cotangent))
+        return weighed_sum([attend(*tensors, chunk_size=8)])
 
     def pieces(*tensors):
         state = linear_attention_state(BATCH, HEADS, FEATURES, VALUE_DIM)
-        loss = 0.0
+        outputs = []
         for part in (slice(0, 12), slice(12, 13), slice(13, 21)):
             pieces = [x[:, part] for x in tensors]
             output, state = attend(*pieces, state=state, chunk_size=8)
-            loss = loss + ops.sum(ops.multiply(output, cotangent[:, part]))
-        return loss
+            outputs.append(output)
+        return weighed_sum([ops.concatenate(outputs, axis=1)])
 
     for ours, theirs in zip(
         gradients(pieces, *tensors), gradients(whole, *tensors), strict=True
@@ -381,7 +361,7 @@ def test_sizes_that_are_not_known(backend):
         pytest.skip("TensorFlow alone traces unknown sizes")
     import tensorflow as tf
 
-    tensors, mask = draw(), draw_mask()
+    tensors, mask = draw(), draw_mask(LENGTH)
 
     def gradients_of_all(mask, *tensors):
         with tf.GradientTape() as tape:
@@ -437,8 +417,6 @@ def test_a_decay_of_all_positions(lengths, normalize, corrects):
     tensors = [query[:, : lengths[0]], *keys[:2]]
     beta, log_decay = keys[3], np.array([-0.9, -0.01], "float32")
     everywhere = np.broadcast_to(log_decay, keys[0].shape[:3])
-    cotangent = np.sin(np.arange(tensors[0][..., 0].size * VALUE_DIM))
-    cotangent = cotangent.reshape(*tensors[0].shape[:3], VALUE_DIM).astype("float32")
     options = dict(causal=True, normalize=normalize, chunk_size=8)
     config = features_config(FEATURES, **options)
 
@@ -448,13 +426,12 @@ def test_a_decay_of_all_positions(lengths, normalize, corrects):
         return gated_attention_with_feature_maps(arrays[:3], rates, config)[0]
 
     def loss(*arrays):
-        return ops.sum(ops.multiply(heads(*arrays), cotangent))
+        return weighed_sum([heads(*arrays)])
 
     def wanted_loss(*arrays):
         rates = ops.convert_to_tensor(everywhere), arrays[3] if corrects else None
         options = dict(normalize=normalize, implementation="reference")
-        output = attend(*arrays[:3], *rates, **options)
-        return ops.sum(ops.multiply(output, cotangent))
+        return weighed_sum([attend(*arrays[:3], *rates, **options)])
 
     arrays = [*tensors, *([] if beta is None else [beta])]
     correct, _ = recurrence(*tensors, everywhere, beta, normalize=normalize)

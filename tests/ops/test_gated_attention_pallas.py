@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 
-from keras_efficient_attn.ops import linear_attention, linear_attention_state
+from keras_efficient_attn.ops import linear_attention
 from keras_efficient_attn.ops.common.plan import plan_for
-from tests.ops.linear_attention_cases import assert_close, weighed_sum
+from tests.ops.linear_attention_cases import assert_close, weighed_sum, with_gradients
 from tests.ops.test_gated_attention import RULES, STRENGTHS, draw, recurrence
 
 if keras.backend.backend() != "jax":
@@ -70,8 +70,9 @@ def attend(arrays, mask=None, normalize=False):
     if state is None:
         return (output,)
     output, state = output
-    sums = (state["sum"], state["normalizer"]) if normalize else (state["sum"],)
-    return output, *sums
+    factor = jnp.exp(state["log_scale"])[..., None]
+    sums = state["sum"] * factor[..., None], state["normalizer"] * factor
+    return output, *sums[: 1 + normalize]
 
 
 def definition(arrays, mask=None, normalize=False):
@@ -112,25 +113,6 @@ def definition(arrays, mask=None, normalize=False):
     return output, *parts
 
 
-def outputs_and_gradients(function, arrays):
-    return with_gradients(function)(arrays)
-
-
-def with_gradients(function):
-    """A compiled function: the outputs, and the gradients of their weighed sum."""
-
-    @jax.jit
-    def compute(arrays):
-        def loss(arrays):
-            outputs = function(arrays)
-            return weighed_sum(outputs), outputs
-
-        gradients, outputs = jax.grad(loss, has_aux=True)(arrays)
-        return {**gradients, **{str(i): x for i, x in enumerate(outputs)}}
-
-    return compute
-
-
 # Compiled once for arrays of one shape.
 attended = with_gradients(attend)
 
@@ -139,7 +121,7 @@ def exact(arrays, mask=None, normalize=False):
     """The outputs and gradients of the definition, in float64."""
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(x, "float64") for name, x in arrays.items()}
-        correct = outputs_and_gradients(lambda x: definition(x, mask, normalize), wide)
+        correct = with_gradients(lambda x: definition(x, mask, normalize))(wide)
         assert correct["0"].dtype == "float64"
         return jax.tree.map(np.asarray, correct)
 
@@ -158,14 +140,14 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(rule, small_chunks):
     arrays, mask = draw_arrays(rule, length=30, with_state=True)
     correct = exact(arrays, mask)
     given = hide(arrays, mask)
-    assert_close(outputs_and_gradients(lambda x: attend(x, mask), given), correct)
+    assert_close(with_gradients(lambda x: attend(x, mask))(given), correct)
 
 
 @pytest.mark.parametrize("with_state", [False, True], ids=["alone", "state"])
 def test_normalized_outputs_and_their_gradients(with_state, small_chunks):
     arrays, mask = draw_arrays(("scalar", False), 30, with_state)
     correct = exact(arrays, mask, normalize=True)
-    received = outputs_and_gradients(lambda x: attend(x, mask, True), arrays)
+    received = with_gradients(lambda x: attend(x, mask, True))(arrays)
     assert_close(received, correct)
 
 
@@ -211,8 +193,8 @@ def test_kernels_compute_maps_of_rows(query_map, key_map, formulas, small_chunks
 
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(x, "float64") for name, x in arrays.items()}
-        correct = outputs_and_gradients(mapped, wide)
-    assert_close(outputs_and_gradients(by_kernel, arrays), correct)
+        correct = with_gradients(mapped)(wide)
+    assert_close(with_gradients(by_kernel)(arrays), correct)
 
 
 @pytest.mark.parametrize("length", [1, 130, 600])
@@ -257,7 +239,7 @@ def test_bfloat16_is_added_up_in_float32(rule, small_chunks):
         halves = {name: arrays[name].astype("bfloat16") for name in NAMES[:3]}
         return attend({**arrays, **halves})
 
-    received = outputs_and_gradients(of_halves, rounded)
+    received = with_gradients(of_halves)(rounded)
     assert received["0"].dtype == "bfloat16"
     for name, expected in correct.items():
         error = np.asarray(received[name], "float32") - expected
@@ -271,7 +253,7 @@ def test_no_memory_is_read_that_was_not_written(small_chunks, monkeypatch):
     correct = exact(arrays, mask)
     poison = pltpu.InterpretParams(uninitialized_memory="nan")
     with pltpu.force_tpu_interpret_mode(poison):
-        received = outputs_and_gradients(lambda x: attend(x, mask), arrays)
+        received = with_gradients(lambda x: attend(x, mask))(arrays)
     assert_close(received, correct)
 
 
@@ -328,26 +310,3 @@ def test_errors(shape, dtype, options, message):
     options = {"implementation": "pallas", "causal": True, **options}
     with pytest.raises(ValueError, match=message):
         linear_attention(x, x, x, beta=beta, **options)
-
-
-def test_a_state_goes_through_the_operation():
-    arrays, _ = draw_arrays(("vector", True), length=40)
-    batch, _, heads, features = arrays["query"].shape
-    state = linear_attention_state(batch, heads, features, arrays["value"].shape[3])
-    outputs = []
-    for part in (slice(0, 25), slice(25, 40)):
-        pieces = [arrays[name][:, part] for name in NAMES]
-        output, state = linear_attention(
-            *pieces[:3],
-            log_decay=pieces[3],
-            beta=pieces[4],
-            causal=True,
-            normalize=False,
-            state=state,
-            implementation="pallas",
-        )
-        outputs.append(output)
-    correct, sums = recurrence(*arrays.values())
-    assert_close({"0": np.concatenate(outputs, axis=1)}, {"0": correct})
-    received = state["sum"] * np.exp(state["log_scale"])[..., None, None]
-    assert_close({"sum": received}, {"sum": sums})

@@ -7,6 +7,8 @@ from keras import ops
 from keras_efficient_attn.ops import linear_attention, linear_attention_state
 from tests import dense
 from tests.autodiff import gradients, to_numpy
+from tests.ops.linear_attention_cases import weighed_sum
+from tests.ops.pieces import read_in_pieces
 
 
 def draw(batch=2, length=50, heads=2, features=5, value_dim=3, seed=0):
@@ -59,7 +61,6 @@ def test_gradients_equal_those_of_the_reference(causal, masked, weighted, normal
     query, key, value, log_weight, mask = draw(length=24)
     arrays = (query, key, value) + ((log_weight / 50,) if weighted else ())
     mask = mask if masked else None
-    cotangent = np.sin(np.arange(value.size, dtype="float32")).reshape(value.shape)
 
     def loss(implementation):
         def of(query, key, value, log_weight=None):
@@ -74,7 +75,7 @@ def test_gradients_equal_those_of_the_reference(causal, masked, weighted, normal
                 chunk_size=2,
                 implementation=implementation,
             )
-            return ops.sum(ops.multiply(output, cotangent))
+            return weighed_sum([output])
 
         return of
 
@@ -200,35 +201,6 @@ def test_gradients_of_values_of_an_unknown_size(backend):
     np.testing.assert_allclose(traced(query, key, value), expected, atol=1e-4)
 
 
-def test_masked_keys_are_not_read_by_gradients():
-    query, key, value, _, mask = draw()
-    kept = mask[..., None, None]
-    for implementation in ("chunked", "reference"):
-        slopes = []
-        for hidden in (0.0, np.nan):
-            keys, values = (np.where(kept, x, hidden) for x in (key, value))
-            arguments = dict(key_mask=mask, implementation=implementation)
-
-            def loss(query, keys=keys, values=values, arguments=arguments):
-                return ops.sum(linear_attention(query, keys, values, **arguments))
-
-            slopes += gradients(loss, query)
-        np.testing.assert_array_equal(*slopes)
-
-
-def test_masked_values_are_not_read():
-    query, key, value, _, mask = draw()
-    poisoned = np.where(mask[..., None, None], value, np.nan)
-    for implementation in ("chunked", "reference"):
-        arguments = dict(key_mask=mask, implementation=implementation)
-        np.testing.assert_array_equal(
-            to_numpy(linear_attention(query, key, poisoned, **arguments)),
-            to_numpy(
-                linear_attention(query, key, value * mask[..., None, None], **arguments)
-            ),
-        )
-
-
 def test_state_carries_weighted_and_unweighted_segments():
     query, key, value, log_weight, _ = draw()
     log_weight[:, 20:] = 0
@@ -313,34 +285,30 @@ def test_one_position_at_a_time_gives_the_definition(weighted, masked, normalize
         if weighted:
             correct *= np.exp(np.moveaxis(log_weight, 1, 2))[:, :, None]
         correct, _ = dense.weigh(correct, value, mask, True, normalize=False)
+    options = dict(key_log_weight=log_weight) if weighted else {}
     if masked:
         key = np.where(mask[..., None, None], key, np.nan)
         value = np.where(mask[..., None, None], value, np.nan)
-    # Tokens, then a segment that continues their state, then tokens that continue its.
-    starts = [*range(6), 9, *range(10, 17)]
-    state, outputs = linear_attention_state(2, 2, 5, 3), []
-    for start, stop in zip(starts, [*starts[1:], 17], strict=True):
-        part = slice(start, stop)
-        output, state = linear_attention(
-            query[:, part],
-            key[:, part],
-            value[:, part],
-            key_log_weight=log_weight[:, part] if weighted else None,
-            key_mask=mask[:, part] if masked else None,
-            causal=True,
-            state=state,
-            normalize=normalize,
-            chunk_size=2,
+        options["key_mask"] = mask
+
+    def attend(*pieces):
+        *tensors, state = pieces
+        given = dict(zip(options, tensors[3:], strict=True), normalize=normalize)
+        return linear_attention(
+            *tensors[:3], **given, causal=True, state=state, chunk_size=2
         )
-        outputs.append(to_numpy(output))
-    output = np.concatenate(outputs, axis=1)
+
+    tensors = query, key, value, *options.values()
+    state = linear_attention_state(2, 2, 5, 3)
+    # Tokens, then a segment that continues their state, then tokens that continue its.
+    sizes = [1] * 5 + [4] + [1] * 8
+    output, _ = read_in_pieces(attend, state, tensors, sizes)
     np.testing.assert_allclose(output, correct, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_one_position_are_those_of_the_reference():
     query, key, value, log_weight, _ = draw(length=1)
     log_weight = log_weight / 50
-    cotangent = np.sin(np.arange(value.size, dtype="float32")).reshape(value.shape)
     past = draw(length=4, seed=1)[:3]
     arrays = [
         np.concatenate(pair, axis=1)
@@ -360,7 +328,7 @@ def test_gradients_of_one_position_are_those_of_the_reference():
                 causal=True,
                 state=state,
             )
-        return ops.sum(ops.multiply(output, cotangent))
+        return weighed_sum([output])
 
     def reference(query, key, value, weights):
         output = linear_attention(
@@ -371,7 +339,7 @@ def test_gradients_of_one_position_are_those_of_the_reference():
             causal=True,
             implementation="reference",
         )
-        return ops.sum(ops.multiply(output[:, 4:], cotangent))
+        return weighed_sum([output[:, 4:]])
 
     ours = gradients(stream, *arrays, weights)
     for one, other in zip(ours, gradients(reference, *arrays, weights), strict=True):

@@ -6,13 +6,15 @@ import keras
 import numpy as np
 import pytest
 
-from keras_efficient_attn.ops import linear_attention, linear_attention_state
+from keras_efficient_attn.ops import linear_attention
 from tests.ops.linear_attention_cases import (
     CASES,
     Case,
     assert_close,
+    check_pieces,
     favor,
     weighed_sum,
+    with_gradients,
 )
 
 if keras.backend.backend() != "jax":
@@ -31,28 +33,18 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(pallas, "BLOCK", 256)
 
 
-def outputs_and_gradients(function, arrays):
-    def loss(arrays):
-        outputs = function(arrays)
-        return weighed_sum(outputs), outputs
-
-    gradients, outputs = jax.jit(jax.grad(loss, has_aux=True))(arrays)
-    gradients.pop("log_scale", None)
-    return {**gradients, **{str(i): x for i, x in enumerate(outputs)}}
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_outputs_and_gradients_are_those_of_the_reference(case):
     arrays, mask = case.draw()
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(x, "float64") for name, x in arrays.items()}
-        correct = outputs_and_gradients(lambda x: case.definition(x, mask), wide)
+        correct = with_gradients(lambda x: case.definition(x, mask))(wide)
         correct = jax.tree.map(np.asarray, correct)
         assert correct["0"].dtype == "float64"
     if mask is not None:
         for name in ("key", "value"):
             arrays[name][~mask] = np.nan
-    received = outputs_and_gradients(lambda x: case.fast(x, mask, "pallas"), arrays)
+    received = with_gradients(lambda x: case.fast(x, mask, "pallas"))(arrays)
     assert_close(received, correct)
 
 
@@ -62,8 +54,8 @@ def test_bfloat16_is_added_up_in_float32(case):
     arrays, _ = case.draw()
     for name in ("query", "key", "value"):
         arrays[name] = np.asarray(jnp.asarray(arrays[name], "bfloat16"), "float32")
-    correct = outputs_and_gradients(lambda x: case.definition(x, None), arrays)
-    received = outputs_and_gradients(lambda x: case.fast(x, None, "pallas"), arrays)
+    correct = with_gradients(lambda x: case.definition(x, None))(arrays)
+    received = with_gradients(lambda x: case.fast(x, None, "pallas"))(arrays)
     assert received["0"].dtype == "bfloat16"
     for name, expected in correct.items():
         error = np.asarray(received[name], "float32") - expected
@@ -91,10 +83,10 @@ def test_no_memory_is_read_that_was_not_written(monkeypatch):
         length=150, dims=(4, 3), masked=True, with_state=True, output="partial"
     )
     arrays, mask = case.draw()
-    expected = outputs_and_gradients(lambda x: case.definition(x, mask), arrays)
+    expected = with_gradients(lambda x: case.definition(x, mask))(arrays)
     poison = pltpu.InterpretParams(uninitialized_memory="nan")
     with pltpu.force_tpu_interpret_mode(poison):
-        received = outputs_and_gradients(lambda x: case.fast(x, mask, "pallas"), arrays)
+        received = with_gradients(lambda x: case.fast(x, mask, "pallas"))(arrays)
     for name, correct in expected.items():
         limit = 1e-4 * np.abs(correct).max()
         np.testing.assert_allclose(received[name], correct, atol=limit, err_msg=name)
@@ -184,15 +176,4 @@ def test_float64_has_no_kernel():
 
 
 def test_a_state_goes_through_the_operation():
-    x = np.random.default_rng(0).gamma(1.0, size=(1, 40, 2, 8)).astype("float32")
-    state = linear_attention_state(1, 2, 8, 8)
-    outputs = []
-    for part in (x[:, :25], x[:, 25:]):
-        output, state = linear_attention(
-            part, part, part, causal=True, state=state, implementation="pallas"
-        )
-        outputs.append(output)
-    expected = linear_attention(x, x, x, causal=True, implementation="reference")
-    np.testing.assert_allclose(
-        np.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-5
-    )
+    check_pieces("pallas")

@@ -17,17 +17,17 @@ from keras_efficient_attn.ops import (
 from keras_efficient_attn.ops.local_attention.config import LocalConfig
 from tests import dense
 from tests.autodiff import gradient_function, to_numpy
-from tests.largest_tensor import largest_tensor
+from tests.largest_tensor import largest_tensor, temporary_bytes
 from tests.ops.pieces import (
     SIZES,
     TOLERANCE,
-    assert_gradients_are,
+    check_masked_softmax,
     draw_mask,
     draw_with_hidden_keys,
+    heads_of,
     masked_softmax,
     read_in_pieces,
     read_masked_pieces,
-    softmax_gradients,
 )
 
 PATTERNS = [
@@ -43,11 +43,6 @@ DEFAULTS = dict(
 
 def pattern_id(pattern):
     return "-".join(str(value).replace(" ", "") for value in pattern.values())
-
-
-def heads_of(length, dim=4, seed=0, heads=2):
-    random = np.random.default_rng(seed)
-    return random.normal(size=(2, length, heads, dim)).astype("float32")
 
 
 def reference(pattern, length, causal):
@@ -115,27 +110,17 @@ def test_what_a_pixel_sees_in_an_image(order, expected):
 @pytest.mark.parametrize("causal", [False, True])
 def test_it_is_the_masked_softmax(pattern, causal):
     length = 31
-    query, key, value = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
-    mask = draw_mask(length)
+    tensors = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
+    weight, mask = heads_of(length, 5, seed=4), draw_mask(length)
     allowed = reference(pattern, length, causal)
     np.testing.assert_array_equal(
         local_pattern(length, causal=causal, **pattern), allowed
     )
-    allowed = allowed[None, None] & mask[:, None, None]
-    weight = heads_of(length, 5, seed=4)
-    arguments = dict(key_mask=mask, causal=causal, **pattern)
 
-    def loss(query, key, value):
-        output = local_attention(query, key, value, **arguments)
-        return ops.sum(ops.multiply(output, weight))
+    def attend(*tensors):
+        return local_attention(*tensors, key_mask=mask, causal=causal, **pattern)
 
-    output = to_numpy(local_attention(query, key, value, **arguments))
-    expected = masked_softmax(query, key, value, allowed, scale=0.5)
-    np.testing.assert_allclose(output, expected, **TOLERANCE)
-    assert_gradients_are(
-        gradient_function(loss)(query, key, value),
-        softmax_gradients(query, key, value, allowed, 0.5, weight),
-    )
+    check_masked_softmax(attend, tensors, allowed, weight, mask)
 
 
 def test_windows_wider_than_a_block():
@@ -191,7 +176,7 @@ def test_a_window_of_one_copies_the_values():
 )
 def test_tokens_and_segments_are_the_whole(pattern, sizes):
     length = 31
-    *tensors, mask = draw_with_hidden_keys(heads_of, length)
+    *tensors, mask = draw_with_hidden_keys(length)
     state = local_attention_state(2, 2, 4, 5, **pattern)
     attention = functools.partial(local_attention, **pattern)
     sizes = SIZES[sizes](length)
@@ -213,16 +198,13 @@ def test_tokens_and_segments_are_the_whole(pattern, sizes):
 def test_outputs_beyond_the_grid_are_nan(size, order):
     pattern = dict(query_block=(2, 2), memory=(1, 1), grid=(2, 3), grid_order=order)
     x, state = heads_of(9), local_attention_state(2, 2, 4, 4, **pattern)
-    outputs = []
-    for start in range(0, 9, size):
-        piece = x[:, start : start + size]
-        output, state = local_attention(
-            piece, piece, piece, causal=True, state=state, **pattern
-        )
-        outputs.append(to_numpy(output))
+
+    def attend(x, state):
+        return local_attention(x, x, x, causal=True, state=state, **pattern)
+
+    output, _ = read_in_pieces(attend, state, [x], (size,) * (9 // size))
     allowed = reference(pattern, 6, True)[None, None]
     expected = masked_softmax(x[:, :6], x[:, :6], x[:, :6], allowed, scale=0.5)
-    output = np.concatenate(outputs, axis=1)
     np.testing.assert_allclose(output[:, :6], expected, **TOLERANCE)
     assert np.isnan(output[:, 6:]).all()
 
@@ -234,14 +216,13 @@ def test_positions_are_exact_beyond_the_integers_of_float32():
     x = heads_of(13)
     state = local_attention_state(2, 2, 4, 4, **pattern)
     state["position"] = ops.full((2,), first, "int32")
-    outputs = []
-    for part in (x[:, :8], x[:, 8:]):
-        output, state = local_attention(
-            part, part, part, causal=True, state=state, **pattern
-        )
-        outputs.append(to_numpy(output))
+
+    def attend(x, state):
+        return local_attention(x, x, x, causal=True, state=state, **pattern)
+
+    output, state = read_in_pieces(attend, state, [x], (8, 5))
     expected = masked_softmax(x, x, x, reference(pattern, 13, True)[None, None], 0.5)
-    np.testing.assert_allclose(np.concatenate(outputs, 1), expected, **TOLERANCE)
+    np.testing.assert_allclose(output, expected, **TOLERANCE)
     assert to_numpy(state["position"]).tolist() == [first + 13] * 2
 
 
@@ -334,15 +315,14 @@ def test_memory_grows_with_the_length(causal, backend):
         pytest.skip("only JAX tells how much memory a compiled program takes")
     import jax
 
-    def temporary_bytes(length):
-        def loss(x):
-            output = local_attention(x, x, x, window=64, causal=causal)
-            return ops.sum(ops.square(output))
+    def loss(x):
+        return ops.sum(ops.square(local_attention(x, x, x, window=64, causal=causal)))
 
-        program = jax.jit(jax.grad(loss)).lower(np.zeros((1, length, 1, 4), "float32"))
-        return program.compile().memory_analysis().temp_size_in_bytes
-
-    assert temporary_bytes(16384) < 1.1 * 4 * temporary_bytes(4096)
+    short, long = (
+        temporary_bytes(jax.grad(loss), np.zeros((1, length, 1, 4), "float32"))
+        for length in (4096, 16384)
+    )
+    assert long < 1.1 * 4 * short
 
 
 @pytest.mark.parametrize(

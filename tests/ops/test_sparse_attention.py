@@ -12,17 +12,17 @@ from keras_efficient_attn.ops import (
     sparse_pattern,
 )
 from tests.autodiff import gradient_function, to_numpy
-from tests.largest_tensor import largest_tensor
+from tests.largest_tensor import largest_tensor, temporary_bytes
+from tests.ops import pieces
 from tests.ops.pieces import (
     SIZES,
     TOLERANCE,
-    assert_gradients_are,
+    check_masked_softmax,
     draw_mask,
     draw_with_hidden_keys,
     masked_softmax,
     read_in_pieces,
     read_masked_pieces,
-    softmax_gradients,
 )
 
 # Drawn by hand from the sets of the paper: 9 positions, a stride of 3.
@@ -94,6 +94,7 @@ PATTERNS = [
     # Split heads have one factor each.
     for factors in ("merged", "split")
 ]
+heads_of = functools.partial(pieces.heads_of, heads=3)
 
 
 def pattern_id(pattern):
@@ -102,11 +103,6 @@ def pattern_id(pattern):
 
 def draw(text):
     return np.array([[c == "#" for c in line] for line in text.split()])
-
-
-def heads_of(length, dim=4, heads=3, seed=0):
-    random = np.random.default_rng(seed)
-    return random.normal(size=(2, length, heads, dim)).astype("float32")
 
 
 @pytest.mark.parametrize(("pattern", "factors"), DRAWN, ids=str)
@@ -165,24 +161,15 @@ def test_every_pair_is_connected_within_p_plus_1_positions(pattern, length):
 @pytest.mark.parametrize("causal", [False, True])
 def test_it_is_the_masked_softmax(pattern, causal):
     length = 37
-    query, key, value = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
-    mask = draw_mask(length)
-    weight = heads_of(length, 5, seed=4).astype("float64")
-    arguments = dict(key_mask=mask, causal=causal, scale=0.7)
+    tensors = heads_of(length), heads_of(length, seed=1), heads_of(length, 5)
+    weight, mask = heads_of(length, 5, seed=4), draw_mask(length)
     allowed = sparse_pattern(length, **pattern, num_heads=3, causal=causal)
-    allowed = allowed[None] & mask[:, None, None, :]
 
-    def loss(query, key, value):
-        output = sparse_attention(query, key, value, **pattern, **arguments)
-        return ops.sum(ops.multiply(output, weight.astype("float32")))
+    def attend(*tensors):
+        options = dict(key_mask=mask, causal=causal, scale=0.7)
+        return sparse_attention(*tensors, **pattern, **options)
 
-    output = to_numpy(sparse_attention(query, key, value, **pattern, **arguments))
-    expected = masked_softmax(query, key, value, allowed, scale=0.7)
-    np.testing.assert_allclose(output, expected, **TOLERANCE)
-    assert_gradients_are(
-        gradient_function(loss)(query, key, value),
-        softmax_gradients(query, key, value, allowed, 0.7, weight),
-    )
+    check_masked_softmax(attend, tensors, allowed, weight, mask, scale=0.7)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=pattern_id)
@@ -217,7 +204,7 @@ def test_reference_and_lengths_that_differ(pattern):
 )
 def test_tokens_and_segments_are_the_whole(pattern, sizes):
     length = 23
-    *tensors, mask = draw_with_hidden_keys(heads_of, length)
+    *tensors, mask = draw_with_hidden_keys(length, heads=3)
     state = sparse_attention_state(2, 3, 4, 5, length, **pattern)
     attention = functools.partial(sparse_attention, **pattern)
     sizes = SIZES[sizes](length)
@@ -262,16 +249,15 @@ def test_memory_grows_as_length_to_the_power_of_one_and_a_half(name, backend):
         pytest.skip("only JAX tells how much memory a compiled program takes")
     import jax
 
-    def temporary_bytes(stride):
+    def bytes_of(stride):
         def loss(x):
             output = sparse_attention(x, x, x, pattern=name, stride=stride, causal=True)
             return ops.sum(ops.square(output))
 
         x = np.zeros((1, stride**2, 1, 4), "float32")
-        program = jax.jit(jax.grad(loss)).lower(x).compile()
-        return program.memory_analysis().temp_size_in_bytes
+        return temporary_bytes(jax.grad(loss), x)
 
-    assert temporary_bytes(64) < 1.2 * 8 * temporary_bytes(32)
+    assert bytes_of(64) < 1.2 * 8 * bytes_of(32)
 
 
 @pytest.mark.parametrize("name", ["strided", "fixed"])

@@ -10,6 +10,7 @@ from keras_efficient_attn.ops.common.convolution import (
 )
 from keras_efficient_attn.ops.common.documents import Documents
 from tests.autodiff import gradients, to_numpy
+from tests.ops.pieces import read_in_pieces
 
 IDS = np.array([[5, 5, 5, 2, 2, 7, 7, 7, 7, 1], [3, 3, 3, 3, 3, 3, 3, 4, 4, 4]])
 
@@ -94,13 +95,11 @@ def test_nothing_gives_nothing(shape):
 def test_a_segment_continues_the_one_before():
     random = np.random.default_rng(2)
     x, kernel = random.normal(size=(2, 11, 3)), random.normal(size=(4, 3))
-    whole = expected(x, kernel, 3, 0)
-    past, start, outputs = np.zeros((2, 3, 3), "float32"), 0, []
-    for length in (1, 2, 8):
-        segment = ops.convert_to_tensor(x[:, start : start + length], "float32")
-        output, past = causal_convolution(
-            segment, ops.convert_to_tensor(kernel, "float32"), past
-        )
-        outputs.append(to_numpy(output))
-        start += length
-    np.testing.assert_allclose(np.concatenate(outputs, 1), whole, atol=1e-5)
+
+    def convolve(x, past):
+        tensors = (ops.convert_to_tensor(tensor, "float32") for tensor in (x, kernel))
+        return causal_convolution(*tensors, past)
+
+    past = np.zeros((2, 3, 3), "float32")
+    output, _ = read_in_pieces(convolve, past, [x], (1, 2, 8))
+    np.testing.assert_allclose(output, expected(x, kernel, 3, 0), atol=1e-5)

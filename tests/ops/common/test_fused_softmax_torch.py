@@ -4,6 +4,7 @@ Expected is the dense softmax in float64.
 """
 
 import dataclasses
+import functools
 
 import keras
 import numpy as np
@@ -21,6 +22,7 @@ from keras_efficient_attn.ops.common.plan import block_sizes
 from tests.autodiff import to_numpy
 from tests.ops.pieces import (
     TOLERANCE,
+    check_masked_softmax,
     masked_softmax,
     read_masked_pieces,
     softmax_gradients,
@@ -94,26 +96,14 @@ def differentiate(attend, arrays, weight):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_it_is_the_masked_softmax(name, causal, lengths):
     operation, options = PATTERNS[name]
-    query, key, value = draw(lengths)
-    mask = draw_mask(lengths[1])
-    allowed = is_visible(operation, options, lengths, causal) & mask[:, None, None]
+    tensors, mask = draw(lengths), draw_mask(lengths[1])
+    allowed = is_visible(operation, options, lengths, causal)
     if lengths[0] == lengths[1] and (causal or operation is local_attention):
-        assert not allowed.any(-1).all(), "Some queries are to see no key."
-    weight = draw(lengths)[0][..., :1] * np.ones(5, "float32")
-    expected = (
-        masked_softmax(query, key, value, allowed, scale=0.5),
-        softmax_gradients(query, key, value, allowed, 0.5, weight),
-    )
-    key[~mask] = value[~mask] = np.nan
-
-    def attend(query, key, value):
-        return operation(query, key, value, causal=causal, key_mask=mask, **options)
-
-    output, gradients = differentiate(attend, (query, key, value), weight)
-    np.testing.assert_allclose(output, expected[0], **TOLERANCE)
-    for received, correct in zip(gradients, expected[1], strict=True):
-        np.testing.assert_allclose(received, correct, **TOLERANCE)
-    assert not gradients[1][~mask].any() and not gradients[2][~mask].any()
+        sees_keys = (allowed & mask[:, None, None]).any(-1)
+        assert not sees_keys.all(), "Some queries are to see no key."
+    weight = tensors[0][..., :1] * np.ones(5, "float32")
+    attend = functools.partial(operation, causal=causal, key_mask=mask, **options)
+    check_masked_softmax(attend, tensors, allowed, weight, mask)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -121,18 +111,9 @@ def test_float64(name):
     operation, options = PATTERNS[name]
     arrays = draw(dtype="float64", value_dim=3)
     allowed = is_visible(operation, options, (LENGTH, LENGTH), True)
-    weight = draw(dtype="float64", value_dim=3)[2]
-
-    def attend(query, key, value):
-        return operation(query, key, value, causal=True, **options)
-
-    output, gradients = differentiate(attend, arrays, weight)
+    attend = functools.partial(operation, causal=True, **options)
     tight = dict(rtol=1e-10, atol=1e-12)
-    expected = masked_softmax(*arrays, allowed, scale=0.5)
-    np.testing.assert_allclose(output, expected, **tight)
-    correct = softmax_gradients(*arrays, allowed, 0.5, weight)
-    for ours, theirs in zip(gradients, correct, strict=True):
-        np.testing.assert_allclose(ours, theirs, **tight)
+    check_masked_softmax(attend, arrays, allowed, arrays[2], tolerance=tight)
 
 
 @pytest.mark.parametrize("name", LOCAL)
@@ -142,10 +123,7 @@ def test_segments_of_many_blocks_are_the_whole(name):
     allowed = is_visible(local_attention, options, (LENGTH, LENGTH), True)
     expected = masked_softmax(*arrays, allowed & mask[:, None, None], scale=0.5)
     arrays[1][~mask] = arrays[2][~mask] = np.nan
-
-    def attend(query, key, value, **arguments):
-        return local_attention(query, key, value, **arguments, **options)
-
+    attend = functools.partial(local_attention, **options)
     state = local_attention_state(2, HEADS, 4, 5, **options)
     sizes = 3, 290, 1, 136
     output, _ = read_masked_pieces(attend, state, arrays, mask, sizes)

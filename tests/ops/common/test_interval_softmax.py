@@ -1,5 +1,6 @@
 """Softmax over patterns by JAX's splash attention and PyTorch's FlexAttention."""
 
+import functools
 import importlib
 
 import keras
@@ -18,8 +19,8 @@ from keras_efficient_attn.ops.common.interval_softmax.choice import KERNELS
 from keras_efficient_attn.ops.common.plan import device_kind
 from tests.autodiff import gradient_function, to_numpy
 from tests.ops.pieces import (
-    TOLERANCE,
-    assert_gradients_are,
+    check_masked_softmax,
+    heads_of,
     masked_softmax,
     softmax_gradients,
 )
@@ -63,11 +64,6 @@ def kernel(backend, monkeypatch):
     return name
 
 
-def heads_of(length, dim=DIM, seed=0):
-    random = np.random.default_rng(seed)
-    return random.normal(size=(2, length, HEADS, dim)).astype("float32")
-
-
 def draw_mask(masked, length=LENGTH):
     """The first keys are hidden from the first sequence: some queries see none."""
     if not masked:
@@ -80,28 +76,16 @@ def draw_mask(masked, length=LENGTH):
 def check(attend, allowed, mask, key_length=LENGTH):
     """Compares values and gradients with the formula; hidden keys are NaN."""
     tensors = (
-        heads_of(LENGTH),
-        heads_of(key_length, seed=1),
+        heads_of(LENGTH, DIM),
+        heads_of(key_length, DIM, seed=1),
         heads_of(key_length, VALUE_DIM),
     )
-    weight = heads_of(LENGTH, VALUE_DIM, seed=4)
-    seen = np.broadcast_to(allowed, (2, HEADS, LENGTH, key_length))
-    poisoned = list(tensors)
-    if mask is not None:
-        seen = seen & mask[:, None, None]
-        hidden = ~mask[..., None, None]
-        poisoned[1:] = (np.where(hidden, np.nan, x) for x in tensors[1:])
-
-    def loss(query, key, value):
-        output = attend(query, key, value, key_mask=mask, scale=0.5)
-        return ops.sum(ops.multiply(output, weight))
-
-    output = to_numpy(attend(*poisoned, key_mask=mask, scale=0.5))
-    expected = masked_softmax(*tensors, seen, scale=0.5)
-    np.testing.assert_allclose(output, expected, **TOLERANCE)
-    assert_gradients_are(
-        gradient_function(loss)(*poisoned),
-        softmax_gradients(*tensors, seen, 0.5, weight),
+    check_masked_softmax(
+        functools.partial(attend, key_mask=mask, scale=0.5),
+        tensors,
+        allowed,
+        heads_of(LENGTH, VALUE_DIM, seed=4),
+        mask,
     )
 
 
@@ -250,7 +234,7 @@ def test_a_mask_made_in_inference_mode_can_be_used_in_training(backend):
 def test_a_kernel_that_is_named_says_why_it_cannot_run(
     kernel, attend, options, message
 ):
-    x = heads_of(16)
+    x = heads_of(16, DIM)
     with pytest.raises(ValueError, match=f"'{kernel}'.*{message}"):
         attend(x, x, x, implementation=kernel, **options)
 
@@ -272,7 +256,7 @@ def test_the_compiler_for_a_gpu_takes_no_small_heads(backend):
 
 def test_the_kernel_of_another_backend_is_refused(kernel):
     (other,) = KERNELS.keys() - {kernel}
-    x = heads_of(16)
+    x = heads_of(16, DIM)
     message = f"'{other}'.* needs the backend '{KERNELS[other].backend}'"
     with pytest.raises(ValueError, match=message):
         local_attention(x, x, x, implementation=other)

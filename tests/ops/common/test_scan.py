@@ -9,7 +9,8 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import known_backend
 from keras_efficient_attn.ops.common.scan import recompute_scan, vector_jacobian_product
-from tests.autodiff import gradients, to_numpy
+from tests.autodiff import assert_slope, gradients, to_numpy
+from tests.largest_tensor import temporary_bytes
 
 STEPS = 7
 
@@ -92,7 +93,6 @@ def test_values(steps, scan, loop):
 
 def check_slopes(scan, loop, gradient, values):
     """Compares a scan's gradients with finite differences of the loop, in float64."""
-    random = np.random.default_rng(1)
 
     def loss(*tensors):
         (last,), (ys, sums) = scan(*tensors, gradient)
@@ -102,15 +102,8 @@ def check_slopes(scan, loop, gradient, values):
         last, ys, sums = loop(*arrays)
         return last.sum() + np.sin(ys).sum() + (sums**2).sum()
 
-    wide = [value.astype("float64") for value in values]
     for i, slopes in enumerate(gradients(loss, *values)):
-        direction = random.normal(size=slopes.shape)
-
-        def move(step, i=i, direction=direction):
-            return loop_loss(*wide[:i], wide[i] + step * direction, *wide[i + 1 :])
-
-        slope = (move(1e-6) - move(-1e-6)) / 2e-6
-        assert abs((slopes * direction).sum() - slope) < 1e-3 * (1 + abs(slope))
+        assert_slope(slopes, loop_loss, values, i, step=1e-6, tolerance=2e-6)
 
 
 @pytest.mark.parametrize(("scan", "loop"), DIRECTIONS)
@@ -205,8 +198,7 @@ def test_memory_of_the_compiled_program_does_not_grow_with_the_features(backend)
         def loss(x):
             return ops.sum(recompute_scan(wasteful, (), (x,))[1][0])
 
-        compiled = jax.jit(jax.grad(loss)).lower(np.ones((length, 8), "float32"))
-        return compiled.compile().memory_analysis().temp_size_in_bytes
+        return temporary_bytes(jax.grad(loss), np.ones((length, 8), "float32"))
 
     stored = 8 * 4096 * 4
     assert temporaries(64) - temporaries(4) < 10 * stored
@@ -422,8 +414,7 @@ def test_steps_of_a_symbolic_length_are_taken_one_by_one(backend):
     program = jax.export.export(jax.jit(f))(shape)
     x = np.random.default_rng(0).normal(size=(2, SIZE * 64)).astype("float32")
     np.testing.assert_allclose(program.call(x), 4096 * np.sin(x) ** 2, rtol=1e-3)
-    compiled = jax.jit(program.call).lower(x).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 10 * 2 * SIZE * 4096 * 4
+    assert temporary_bytes(program.call, x) < 10 * 2 * SIZE * 4096 * 4
 
 
 def test_the_size_of_a_step_is_known_where_their_number_is_not(backend):
@@ -453,7 +444,6 @@ def test_the_size_of_a_step_is_known_where_their_number_is_not(backend):
 def test_steps_along_positions_copy_no_input(backend):
     if backend != "jax":
         pytest.skip("reads the size of XLA's temporaries")
-    import jax
 
     def running_sum(carry, x, consts):
         return (carry[0] + ops.sum(x[0], axis=1),), ()
@@ -464,8 +454,7 @@ def test_steps_along_positions_copy_no_input(backend):
         start = (ops.zeros((4, 64)),)
         return recompute_scan(running_sum, start, (x,), num_steps=16)[0][0]
 
-    compiled = jax.jit(total).lower(x).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes / 4
+    assert temporary_bytes(total, x) < x.nbytes / 4
 
 
 def test_an_unknown_backend_is_named():
