@@ -1,6 +1,5 @@
 """Documents in a row do not see each other: each gives what it gives alone."""
 
-import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -11,8 +10,9 @@ from keras_efficient_attn import (
     PerformerAttention,
     VQAttention,
 )
-from tests.autodiff import compile_step, gradient_function, to_numpy
+from tests.autodiff import compile_step, to_numpy
 from tests.contract.cases import DIM, LENGTH
+from tests.weight_gradients import assert_gradients_close, weight_gradient_function
 
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)
 # The documents' lengths in each row.
@@ -93,31 +93,23 @@ def test_documents_do_not_change_one_another(setting):
 def test_gradients_are_those_of_documents_alone(case):
     layer, causal = built(case), case.usual
     x, ids, mask = packed_inputs(3)
-    variables = layer.trainable_weights
-    values = [to_numpy(variable) for variable in variables]
     weight = np.random.default_rng(4).normal(size=x.shape).astype("float32")
 
-    def loss(x, weight, mask, ids, *values):
+    def loss(x, weight, mask, ids):
         mask, ids = ops.greater(mask, 0.5), ops.cast(ids, "int32")
-        with keras.StatelessScope(list(zip(variables, values, strict=True))):
-            output = layer(
-                x, x, key_mask=mask, use_causal_mask=causal, document_ids=ids
-            )
+        output = layer(x, x, key_mask=mask, use_causal_mask=causal, document_ids=ids)
         output = ops.where(mask[..., None], output, ops.zeros_like(output))
         return ops.sum(output * weight)
 
-    gradient_of = gradient_function(loss)
+    gradient_of = weight_gradient_function(loss, layer)
     floats = [t.astype("float32") for t in (mask, ids)]
-    gradient, _, _, _, *of_weights = gradient_of(x, weight, *floats, *values)
+    gradient, _, _, _, *of_weights = gradient_of(x, weight, *floats)
     np.testing.assert_array_equal(gradient[~mask], 0.0)
     rows, exists = alone([x, weight], ids, mask)
     floats = [t.astype("float32") for t in (exists, np.zeros(exists.shape))]
-    expected, _, _, _, *expected_of_weights = gradient_of(*rows, *floats, *values)
+    expected, _, _, _, *expected_of_weights = gradient_of(*rows, *floats)
     (gradient,), _ = alone([gradient], ids, mask)
-    pairs = zip([gradient, *of_weights], [expected, *expected_of_weights], strict=True)
-    for received, wanted in pairs:
-        scale = max(1, np.abs(wanted).max())
-        np.testing.assert_allclose(received, wanted, rtol=1e-4, atol=1e-5 * scale)
+    assert_gradients_close([gradient, *of_weights], [expected, *expected_of_weights])
 
 
 @pytest.mark.once_a_layer

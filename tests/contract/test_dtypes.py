@@ -6,7 +6,8 @@ import pytest
 from keras import ops
 
 from tests.autodiff import float64, gradient_function, to_numpy
-from tests.contract.cases import DIM, inputs
+from tests.contract.cases import DIM, LENGTH, inputs
+from tests.ops.pieces import read_in_pieces
 
 
 def test_float64_is_float64_throughout(case):
@@ -25,11 +26,13 @@ def test_streams_in_float64_are_float64_throughout(causal_case):
     with float64():
         layer, x = causal_case.built(dtype="float64"), inputs().astype("float64")
         whole = to_numpy(layer(x, x, use_causal_mask=True))
-        state, outputs = causal_case.get_initial_state(layer), []
-        for part in (x[:, :7], x[:, 7:8], x[:, 8:]):
-            output, state = layer(part, part, use_causal_mask=True, state=state)
-            outputs.append(to_numpy(output))
-    np.testing.assert_allclose(np.concatenate(outputs, 1), whole, rtol=1e-9, atol=1e-10)
+        streamed, _ = read_in_pieces(
+            lambda x, state: layer(x, x, use_causal_mask=True, state=state),
+            causal_case.get_initial_state(layer),
+            [x],
+            sizes=(7, 1, LENGTH - 8),
+        )
+    np.testing.assert_allclose(streamed, whole, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.once_a_layer

@@ -17,6 +17,7 @@ from tests.contract.cases import (
     LENGTH,
     inputs,
 )
+from tests.registered import own_attention_names
 
 pytestmark = pytest.mark.once_a_layer
 CONSTRUCTOR = [
@@ -27,13 +28,8 @@ CONSTRUCTOR = [
 
 
 def test_every_layer_of_the_package_is_under_contract():
-    own = {
-        name
-        for name in attention_names()
-        if attention_class(name).__module__.startswith("keras_efficient_attn.")
-    }
+    own, held = own_attention_names(), {case.layer for case in CASES}
     assert len(own) >= 10
-    held = {case.layer for case in CASES}
     assert not [name for name in own if attention_class(name) not in held]
 
 
@@ -63,37 +59,41 @@ def test_constructor(case, options, message):
         case.make(**options)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(LENGTH, LENGTH), (BATCH, LENGTH, LENGTH), (BATCH, 1, LENGTH, LENGTH)],
-    ids=str,
-)
-def test_a_mask_of_queries_by_keys(case, shape):
-    x = inputs()
-    with pytest.raises(ValueError, match=r"`key_mask`.*attention_mask\.shape=\("):
-        case.make()(x, x, attention_mask=np.ones(shape, bool))
+def test_masks_of_other_shapes(case):
+    x, by_keys = inputs(), r"`key_mask`.*attention_mask\.shape=\("
+    of_keys = "`attention_mask` must have the keys'"
+    for name, shape, message in (
+        ("attention_mask", (LENGTH, LENGTH), by_keys),
+        ("attention_mask", (BATCH, LENGTH, LENGTH), by_keys),
+        ("attention_mask", (BATCH, 1, LENGTH, LENGTH), by_keys),
+        ("attention_mask", (BATCH, 1, 5), of_keys),
+        (
+            "attention_mask",
+            (BATCH + 1, 1, LENGTH),
+            "`attention_mask` must have the keys'",
+        ),
+        ("key_mask", (BATCH, 5), r"key_mask\.shape=\(2, 5\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            case.make()(x, x, **{name: np.ones(shape, bool)})
 
 
-def test_a_mask_of_another_length(case):
-    with pytest.raises(ValueError, match=r"key_mask\.shape=\(2, 5\)"):
-        case.make()(inputs(), inputs(), key_mask=np.ones((BATCH, 5), bool))
-
-
-@pytest.mark.parametrize("shape", [(BATCH, 1, 5), (BATCH + 1, 1, LENGTH)], ids=str)
-def test_an_attention_mask_of_another_length_or_batch(case, shape):
-    with pytest.raises(ValueError, match=r"`attention_mask` must have the keys'"):
-        case.make()(inputs(), inputs(), attention_mask=np.ones(shape, bool))
-
-
-def test_a_state_of_another_batch_size(causal_case):
+def test_calls_that_do_not_go_with_a_state(causal_case):
     layer, x = causal_case.make(), inputs()
-    with pytest.raises(ValueError, match="batch size"):
-        layer(
-            x,
-            x,
-            use_causal_mask=True,
-            state=causal_case.get_initial_state(layer, BATCH + 1),
-        )
+    wrong = dict(use_causal_mask=True, state={"wrong": ops.zeros((BATCH, 1))})
+    with pytest.raises(ValueError, match=r"Received: \['wrong'\]"):
+        layer(x, x, **wrong)
+    state = causal_case.get_initial_state(layer)
+    more_rows = causal_case.get_initial_state(layer, BATCH + 1)
+    causal = dict(use_causal_mask=True, state=state)
+    for value, options, message in (
+        (x, dict(causal, state=more_rows), "batch size"),
+        (x, dict(state=state), "use_causal_mask=False"),
+        (x, dict(causal, return_attention_scores=True), "return_attention_scores"),
+        (inputs(length=LENGTH - 1, seed=1), causal, "same length"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x, value, **options)
 
 
 def test_a_state_of_other_shapes(causal_case):
@@ -121,41 +121,6 @@ def test_symbolic_calls_are_checked_too(case):
     mask = keras.KerasTensor((None, LENGTH, LENGTH), dtype="bool")
     with pytest.raises(ValueError, match="attention_mask"):
         case.make()(x, x, attention_mask=mask)
-
-
-def test_state_without_causality(causal_case):
-    layer, x = causal_case.make(), inputs()
-    with pytest.raises(ValueError, match="use_causal_mask=False"):
-        layer(x, x, state=causal_case.get_initial_state(layer))
-
-
-def test_state_with_scores(causal_case):
-    layer, x = causal_case.make(), inputs()
-    with pytest.raises(ValueError, match="return_attention_scores"):
-        layer(
-            x,
-            x,
-            use_causal_mask=True,
-            return_attention_scores=True,
-            state=causal_case.get_initial_state(layer),
-        )
-
-
-def test_state_of_something_else(causal_case):
-    layer, x = causal_case.make(), inputs()
-    with pytest.raises(ValueError, match=r"Received: \['wrong'\]"):
-        layer(x, x, use_causal_mask=True, state={"wrong": ops.zeros((BATCH, 1))})
-
-
-def test_state_with_lengths_that_differ(causal_case):
-    layer = causal_case.make()
-    with pytest.raises(ValueError, match="same length"):
-        layer(
-            inputs(length=3),
-            inputs(length=4),
-            use_causal_mask=True,
-            state=causal_case.get_initial_state(layer),
-        )
 
 
 def test_key_and_value_lengths_that_differ(case):

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests.autodiff import gradient_function, to_numpy
+from tests.autodiff import to_numpy
 from tests.contract.cases import BATCH, DIM, LENGTH, inputs
+from tests.weight_gradients import weight_gradient_function
 
 LENGTHS = (LENGTH, 21)
 MASK = np.arange(LENGTH)[None] < np.array(LENGTHS)[:, None]
@@ -41,27 +42,24 @@ def test_masks_are_those_of_the_dense_definition(setting):
 def test_padding_is_not_read_and_gets_no_gradient(setting):
     case, causal = setting
     layer, x = case.built(), inputs()
-    variables = layer.trainable_weights
-    values = [to_numpy(variable) for variable in variables]
     weight = inputs(seed=3) * MASK[..., None]
 
     def call(x, mask):
         mask = ops.greater(mask, 0.5)
         return layer(x, x, query_mask=mask, value_mask=mask, use_causal_mask=causal)
 
-    def loss(x, mask, *values):
-        with keras.StatelessScope(list(zip(variables, values, strict=True))):
-            output = call(x, mask)
-        return ops.sum(ops.multiply(ops.where(MASK[..., None], output, 0.0), weight))
+    def loss(x, mask):
+        output = ops.where(MASK[..., None], call(x, mask), 0.0)
+        return ops.sum(ops.multiply(output, weight))
 
     mask = MASK.astype("float32")
-    gradient_of = gradient_function(loss)
+    gradient_of = weight_gradient_function(loss, layer)
     clean = to_numpy(call(pad(x, 0), mask))
     for filler in (1e9, np.nan):
         output = to_numpy(call(pad(x, filler), mask))
         np.testing.assert_array_equal(output[MASK], clean[MASK])
-    expected, _, *expected_of_weights = gradient_of(pad(x, 0), mask, *values)
-    gradient, _, *grad_weights = gradient_of(pad(x, np.nan), mask, *values)
+    expected, _, *expected_of_weights = gradient_of(pad(x, 0), mask)
+    gradient, _, *grad_weights = gradient_of(pad(x, np.nan), mask)
     assert np.all(gradient[~MASK] == 0)
     np.testing.assert_array_equal(gradient, expected)
     for poisoned, correct in zip(grad_weights, expected_of_weights, strict=True):
@@ -72,22 +70,8 @@ def test_padding_is_not_read_and_gets_no_gradient(setting):
     output = to_numpy(call(x, nothing))
     bias = to_numpy(layer.output_dense.bias)
     np.testing.assert_array_equal(output, np.broadcast_to(bias, output.shape))
-    gradient, *_ = gradient_of(x, nothing, *values)
+    gradient, *_ = gradient_of(x, nothing)
     np.testing.assert_array_equal(gradient, np.zeros_like(x))
-
-
-@pytest.mark.once_a_layer
-def test_a_padded_batch_equals_its_rows(case):
-    layer, x, causal = case.built(), inputs(), case.usual
-    batch = to_numpy(
-        layer(x, x, query_mask=MASK, value_mask=MASK, use_causal_mask=causal)
-    )
-    for row, length in enumerate(LENGTHS):
-        single = x[row : row + 1, :length]
-        expected = to_numpy(layer(single, single, use_causal_mask=causal))
-        np.testing.assert_allclose(
-            batch[row : row + 1, :length], expected, rtol=1e-4, atol=1e-5
-        )
 
 
 @pytest.mark.once_a_layer

@@ -1,12 +1,12 @@
 """A row of a batch is what its sequence is alone, wherever its masked positions lie."""
 
-import keras
 import numpy as np
 import pytest
 from keras import ops
 
-from tests.autodiff import compile_step, gradient_function, to_numpy
+from tests.autodiff import compile_step, to_numpy
 from tests.contract.cases import DIM, LENGTH
+from tests.weight_gradients import assert_gradients_close, weight_gradient_function
 
 # Positions that exist in each row of `masked_inputs` but the last two.
 NUMBER = 23
@@ -50,32 +50,24 @@ def test_masked_positions_do_not_exist(setting):
 def test_gradients_are_those_of_what_exists(case):
     layer, causal = case.built(), case.usual
     x, mask = masked_inputs(layer, 2)
-    variables = layer.trainable_weights
-    values = [to_numpy(variable) for variable in variables]
     weight = np.random.default_rng(3).normal(size=x.shape).astype("float32")
 
-    def loss(x, weight, mask, *values):
+    def loss(x, weight, mask):
         mask = ops.greater(mask, 0.5)
-        with keras.StatelessScope(list(zip(variables, values, strict=True))):
-            output = layer(x, x, key_mask=mask, use_causal_mask=causal)
+        output = layer(x, x, key_mask=mask, use_causal_mask=causal)
         output = ops.where(mask[..., None], output, ops.zeros_like(output))
         return ops.sum(output * weight)
 
-    gradient_of = gradient_function(loss)
-    gradient, _, _, *of_weights = gradient_of(
-        x, weight, mask.astype("float32"), *values
-    )
+    gradient_of = weight_gradient_function(loss, layer)
+    gradient, _, _, *of_weights = gradient_of(x, weight, mask.astype("float32"))
     np.testing.assert_array_equal(gradient[~mask], 0.0)
     # The same rows with all that exists at the front.
     order = np.argsort(~mask, axis=1, kind="stable")
     front = (np.take_along_axis(t, order[..., None], axis=1) for t in (x, weight))
     at_front = np.sort(mask, axis=1)[:, ::-1].astype("float32")
-    expected, _, _, *expected_of_weights = gradient_of(*front, at_front, *values)
+    expected, _, _, *expected_of_weights = gradient_of(*front, at_front)
     gradient = np.take_along_axis(gradient, order[..., None], axis=1)
-    pairs = zip([gradient, *of_weights], [expected, *expected_of_weights], strict=True)
-    for received, wanted in pairs:
-        scale = max(1, np.abs(wanted).max())
-        np.testing.assert_allclose(received, wanted, rtol=1e-4, atol=1e-5 * scale)
+    assert_gradients_close([gradient, *of_weights], [expected, *expected_of_weights])
 
 
 @pytest.mark.once_a_layer

@@ -6,21 +6,13 @@ import pytest
 
 from tests.autodiff import to_numpy
 from tests.contract.cases import DIM, inputs
+from tests.saving import assert_same_model, saved_and_loaded
 
 
 def make_model(case, **options):
     sequence = keras.Input((None, DIM))
     layer = case.make(**options)
     return keras.Model(sequence, layer(sequence, sequence, **case.plain))
-
-
-def assert_same_model(restored, model, x):
-    """Equal weights; equal outputs up to rounding due to memory alignment."""
-    for one, other in zip(restored.weights, model.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
-    np.testing.assert_allclose(
-        to_numpy(restored(x)), to_numpy(model(x)), rtol=1e-5, atol=1e-6
-    )
 
 
 def test_config_round_trip(case):
@@ -36,10 +28,8 @@ def test_config_round_trip(case):
 
 
 def test_whole_model_file(case, tmp_path):
-    model, x = make_model(case), inputs()
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
-    assert_same_model(restored, model, x)
+    model = make_model(case)
+    assert_same_model(saved_and_loaded(model, tmp_path), model, inputs())
 
 
 @pytest.mark.once_a_layer
@@ -53,11 +43,9 @@ def test_weights_file(case, tmp_path):
 
 @pytest.mark.once_a_layer
 def test_quantised_model_file(case, tmp_path):
-    model, x = make_model(case), inputs()
+    model = make_model(case)
     model.quantize("int8")
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
-    assert_same_model(restored, model, x)
+    assert_same_model(saved_and_loaded(model, tmp_path), model, inputs())
 
 
 @pytest.mark.once_a_layer

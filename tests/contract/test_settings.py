@@ -12,6 +12,7 @@ from keras_efficient_attn import PerformerAttention, VQAttention
 from tests.autodiff import gradients, to_numpy
 from tests.contract.cases import inputs
 from tests.models import cases as models
+from tests.weight_gradients import loss_of_weights
 
 SETTINGS = {
     "channels_first": ("image_data_format", "channels_first"),
@@ -79,15 +80,14 @@ def test_tasks_and_their_files(name, tmp_path):
 
 def output_and_gradients(task, x):
     """The output, and the gradients of weights; `fit` computes losses in floatx."""
-    variables = task.trainable_variables
     output = to_numpy(task(x))
     weight = np.random.default_rng(3).normal(size=output.shape).astype("float32")
 
-    def loss(*values):
-        with keras.StatelessScope(list(zip(variables, values, strict=True))):
-            return ops.sum(ops.multiply(task(x), weight))
+    def loss():
+        return ops.sum(ops.multiply(task(x), weight))
 
-    return [output, *gradients(loss, *map(to_numpy, variables))]
+    loss, values = loss_of_weights(loss, task.trainable_variables)
+    return [output, *gradients(loss, *values)]
 
 
 def trained(make, seed, own_seed, trainable):

@@ -130,7 +130,8 @@ def test_a_keras_layer_may_hold_the_state(causal_case):
 def test_the_state_keeps_its_shape_and_width(causal_case):
     layer, x = causal_case.built(dtype="mixed_bfloat16"), inputs()
     before = causal_case.get_initial_state(layer)
-    _, after = stream(layer, x, (20, 17))
+    output, after = stream(layer, x, (20, 1, 16))
+    assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
     assert set(after) == set(before)
     for name, tensor in after.items():
         assert tuple(tensor.shape) == tuple(before[name].shape)

@@ -55,7 +55,6 @@ def test_from_training_to_a_preset(small, tmp_path, capsys):
     (cells,) = rows["24"]
     softmax, _, swapped, _, faster = map(float, cells)
     # Times are rounded to tenths of a millisecond, so they may be zero.
-    assert softmax > 0 and swapped > 0
     least, most = (softmax - 0.06) / (swapped + 0.06), (softmax + 0.06) / 0.04
     if swapped > 0.1:
         most = (softmax + 0.06) / (swapped - 0.06)

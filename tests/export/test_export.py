@@ -9,11 +9,10 @@ import pytest
 from keras import tree
 
 import keras_efficient_attn
-from keras_efficient_attn.layers import attention_names, get_attention
+from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.layers.attention.linear.gated.layer import (
     GatedStateAttention,
 )
-from keras_efficient_attn.layers.attention.registry import attention_class
 from keras_efficient_attn.models import EfficientTransformerBackbone
 from tests.autodiff import to_numpy
 from tests.export.programs import (
@@ -22,14 +21,10 @@ from tests.export.programs import (
     Step,
     run_exported,
 )
+from tests.registered import own_attention_names
 
 ROOT = Path(keras_efficient_attn.__file__).parents[1]
-# Other tests register layers from outside the package.
-NAMES = [
-    name
-    for name in attention_names()
-    if attention_class(name).__module__.startswith("keras_efficient_attn.")
-]
+NAMES = own_attention_names()
 if keras.backend.backend() != "tensorflow":
     FORMATS = FORMATS[:1]
 

@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from keras import ops
 
 from keras_efficient_attn import LinearAttention, ReformerLSHAttention
-from keras_efficient_attn.layers import attention_names
-from keras_efficient_attn.layers.attention.registry import attention_class
 from tests.autodiff import compile_step, float64, gradients, to_numpy
 from tests.contract.cases import CASES, DIM
 from tests.fuzz.examples import run_examples
@@ -329,11 +327,6 @@ def cast_state(state, dtype):
         )
         for name, tensor in state.items()
     }
-
-
-def test_the_table_has_every_registered_layer():
-    layers = {case.layer for case in CASES}
-    assert {attention_class(name) for name in attention_names()} <= layers
 
 
 def test_random_calls():

@@ -190,6 +190,17 @@ def inputs(name, batch=2, length=13, seed=0):
     return sequence("", length)
 
 
+def prompts(lengths, length, starts=0):
+    """Prompts of these lengths from their starts on, in rows of `length`.
+
+    Tokens before and after a prompt are padding, whatever they are.
+    """
+    places = np.arange(length) - np.broadcast_to(starts, len(lengths))[:, None]
+    mask = (places >= 0) & (places < np.array(lengths)[:, None])
+    tokens = np.random.default_rng(1).integers(1, 50, mask.shape)
+    return {"token_ids": tokens.astype("int32"), "padding_mask": mask.astype("int32")}
+
+
 def calibrate(model, mode):
     """Quantises a model by `"gptq"` or `"awq"` on random tokens."""
     config_class = {

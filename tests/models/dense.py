@@ -8,6 +8,7 @@ from keras_efficient_attn.models.blocks.residual import (
     ReorderedResidual,
     UpdateNormResidual,
 )
+from tests.dense import full_softmax_heads, layer_output, sigmoid
 
 
 def numpy(x):
@@ -29,33 +30,9 @@ def dense(layer, x):
     return y if layer.bias is None else y + numpy(layer.bias)
 
 
-def project(layer, x):
-    y = np.einsum("bti,ihd->bthd", x, numpy(layer.kernel))
-    return y if layer.bias is None else y + numpy(layer.bias)
-
-
-def rotate(x, wavelength):
-    if wavelength is None:
-        return x
-    half = x.shape[-1] // 2
-    angles = np.arange(x.shape[1])[:, None] * wavelength ** (-np.arange(half) / half)
-    pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[None, :, None]
-    return np.concatenate([pairs.real, pairs.imag], axis=-1)
-
-
 def attend(layer, x, memory, mask, causal):
-    query = rotate(project(layer.query_dense, x), layer.rotary_wavelength)
-    key = rotate(project(layer.key_dense, memory), layer.rotary_wavelength)
-    value = project(layer.value_dense, memory)
-    logits = np.einsum("bthd,bshd->bhts", query, key) / np.sqrt(layer.key_dim)
-    visible = mask[:, None, None, :].astype(bool)
-    if causal:
-        visible = visible & np.tri(x.shape[1], dtype=bool)
-    weights = np.where(visible, np.exp(logits - logits.max()), 0.0)
-    weights = weights / weights.sum(-1, keepdims=True)
-    heads = np.einsum("bhts,bshd->bthd", weights, value)
-    output = layer.output_dense
-    return np.einsum("bthd,hdo->bto", heads, numpy(output.kernel)) + numpy(output.bias)
+    heads = full_softmax_heads
+    return layer_output(layer, heads, x, memory, key_mask=mask, causal=causal)[0]
 
 
 def residual(layer, x, sublayer):
@@ -75,10 +52,6 @@ def feed_forward(layer, x):
     if layer.gated:
         hidden = hidden * dense(layer.gate, x)
     return dense(layer.output_dense, hidden)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def block(layer, x, mask, memory=None, memory_mask=None):

@@ -12,6 +12,7 @@ from keras_efficient_attn.models import (
 )
 from tests.autodiff import to_numpy
 from tests.models.cases import inputs, make_backbone, randomize
+from tests.saving import saved_and_loaded
 
 
 def make(residual="pre_norm", num_layers=3, backbone=(), **options):
@@ -205,8 +206,7 @@ def test_all_of_it_is_saved_and_the_model_learns(tmp_path):
     for weight, old in zip(training.trainable_weights, before, strict=True):
         if "kernel" in weight.path:
             assert np.any(to_numpy(weight) != old), weight.path
-    training.save(tmp_path / "training.keras")
-    restored = keras.saving.load_model(tmp_path / "training.keras")
+    restored = saved_and_loaded(training, tmp_path)
     # The step is a weight too.
     assert to_numpy(restored._training_step) == 1
     for one, other in zip(restored.weights, training.weights, strict=True):

@@ -23,6 +23,7 @@ from keras_efficient_attn.models import (
 from tests.autodiff import float64, to_numpy
 from tests.models import dense
 from tests.models.cases import CASES, DECODERS, ELU, SIZES, inputs, make_backbone
+from tests.saving import saved_and_loaded
 
 
 def outputs(backbone, data):
@@ -243,8 +244,7 @@ def test_configuration_is_json_and_comes_back(name):
 @pytest.mark.parametrize("name", CASES)
 def test_file_comes_back(name, tmp_path):
     backbone, data = make_backbone(name), inputs(name)
-    backbone.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
+    restored = saved_and_loaded(backbone, tmp_path)
     assert type(restored) is EfficientTransformerBackbone
     assert_close(outputs(restored, data), outputs(backbone, data), rtol=1e-5, atol=1e-6)
 
@@ -413,6 +413,10 @@ def test_rotary_needs_a_layer_that_rotates():
 
     with pytest.raises(ValueError, match="Plain"):
         make_backbone("defaults", attention=Plain(2, 4), positions="rotary")
+    for name in ("retention", "gated-linear", "delta", "gated-delta", "kimi-delta"):
+        backbone = make_backbone("defaults", attention=name, positions="rotary")
+        (block,) = backbone.transformer_layers
+        assert block.attention.rotary_wavelength == 10_000
 
 
 @pytest.mark.any_backend
@@ -428,10 +432,11 @@ def test_layers_that_say_nothing_of_themselves_are_refused():
 @pytest.mark.any_backend
 def test_a_memory_beside_a_cache():
     backbone = make_backbone("defaults", attention=["xl", "softmax"], num_layers=2)
-    blocks = backbone.get_initial_state(3, max_length=9, memory_length=5)["decoder"]
-    memory, cache = (block["attention"] for block in blocks.values())
-    assert memory["memory"].shape[:2] == (3, 5)
-    assert cache["key"].shape[:2] == (3, 9)
+    for memory_length, expected in ((5, 5), (None, 9)):
+        state = backbone.get_initial_state(3, 9, memory_length)
+        memory, cache = (block["attention"] for block in state["decoder"].values())
+        assert memory["memory"].shape[:2] == (3, expected)
+        assert cache["key"].shape[:2] == (3, 9)
 
 
 @pytest.mark.any_backend
@@ -439,22 +444,3 @@ def test_learned_positions_end():
     backbone = make_backbone("recurrent")
     with pytest.raises(ValueError, match="32"):
         backbone(inputs("recurrent", length=33))
-
-
-# Attention with a state that decays or is corrected.
-
-
-@pytest.mark.parametrize(
-    "attention", ["retention", "gated-linear", "delta", "gated-delta", "kimi-delta"]
-)
-def test_recurrent_attention_streams_by_name(attention):
-    options = dict(attention=attention, positions="rotary", num_heads=4)
-    backbone = make_backbone("defaults", hidden_dim=16, **options)
-    data = inputs("defaults")
-    whole = at_real_positions(backbone(data), data)
-    state, parts = backbone.get_initial_state(2), []
-    for part in (slice(0, 1), slice(1, 10), slice(10, 13)):
-        output, state = backbone.stream(data["token_ids"][:, part], state)
-        parts.append(to_numpy(output))
-    streamed = [np.concatenate(parts, axis=1)[data["padding_mask"] == 1]]
-    assert_close(streamed, whole, rtol=1e-3, atol=1e-4)

@@ -6,6 +6,7 @@ import pytest
 
 from keras_efficient_attn import models
 from tests.autodiff import to_numpy
+from tests.saving import saved_and_loaded
 
 LENGTHS = [(7, 1, 12), (20,), (3, 9, 8)]
 TOKENS = 11
@@ -151,8 +152,7 @@ def test_one_text_cannot_be_packed():
 
 def test_a_task_with_documents_is_saved_and_generates(tmp_path):
     task = task_of(False)
-    task.save(tmp_path / "task.keras")
-    loaded = keras.models.load_model(tmp_path / "task.keras")
+    loaded = saved_and_loaded(task, tmp_path)
     inputs, _, _ = task.preprocessor(["ab", "cde"])
     inputs = {name: np.asarray(x) for name, x in inputs.items()}
     ids = np.arange(24) // 5 + np.zeros((2, 1), int)

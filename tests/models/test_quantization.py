@@ -1,14 +1,14 @@
 """Quantised models: all that Keras quantises is, and results stay near."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
 
 from keras_efficient_attn.models import (
     EfficientCausalLM,
-    EfficientMaskedLM,
     EfficientSeq2SeqLM,
-    EfficientTextClassifier,
     TransformerXL,
 )
 from tests.autodiff import to_numpy
@@ -18,6 +18,7 @@ from tests.models.cases import (
     calibrate,
     inputs,
     make_backbone,
+    make_task,
 )
 
 # What Keras quantises in KerasHub's own models.
@@ -92,36 +93,24 @@ def test_layers_that_share_biases():
     check_quantized(backbone, inputs("defaults"), "int8", 0.03)
 
 
-def masked_lm(backbone):
-    task = EfficientMaskedLM(backbone)
-    return task, {**inputs("encoder"), "mask_positions": np.zeros((2, 1), "int32")}
+def causal_lm(name, **options):
+    backbone = make_backbone(name, vocabulary_size=256, **options)
+    return EfficientCausalLM(backbone), inputs(name)
+
+
+def task(name):
+    model, data, _ = make_task(name, vocabulary_size=256)
+    return model, data
 
 
 MODELS = {
-    "decoder": lambda: (
-        EfficientCausalLM(make_backbone("softmax", vocabulary_size=256)),
-        inputs("softmax"),
-    ),
-    "reversible": lambda: (
-        EfficientCausalLM(make_backbone("reversible", vocabulary_size=256)),
-        inputs("reversible"),
-    ),
-    "universal": lambda: (
-        EfficientCausalLM(make_backbone("universal", vocabulary_size=256)),
-        inputs("universal"),
-    ),
-    "masked": lambda: masked_lm(make_backbone("encoder", vocabulary_size=256)),
-    "classifier": lambda: (
-        EfficientTextClassifier(make_backbone("encoder", vocabulary_size=256), 3),
-        inputs("encoder"),
-    ),
+    **{
+        name: partial(causal_lm, name)
+        for name in ("softmax", "reversible", "universal")
+    },
+    **{name: partial(task, name) for name in ("masked-lm", "classifier")},
     "transformer-xl": lambda: (
-        TransformerXL(
-            EfficientCausalLM(
-                make_backbone("defaults", vocabulary_size=256, **XL_SHARED)
-            ),
-            batch_size=2,
-        ),
+        TransformerXL(causal_lm("defaults", **XL_SHARED)[0], batch_size=2),
         None,
     ),
 }

@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from functools import partial
 
 import keras
 import keras_hub
@@ -12,15 +13,13 @@ import pytest
 from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.models import (
     EfficientCausalLM,
-    EfficientMaskedLM,
-    EfficientSeq2SeqLM,
-    EfficientTextClassifier,
     FeedForward,
     convert_backbone,
     replace_attention,
 )
 from tests.autodiff import to_numpy
-from tests.models.cases import calibrate, inputs, make_backbone
+from tests.models.cases import calibrate, inputs, make_backbone, make_task
+from tests.saving import saved_and_loaded
 
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
 
@@ -87,9 +86,9 @@ def converted():
     return task, inputs("softmax")
 
 
-def masked_lm():
-    task = EfficientMaskedLM(make_backbone("encoder", num_layers=1))
-    return task, {**inputs("encoder"), "mask_positions": np.ones((2, 2), "int32")}
+def task(name):
+    model, data, _ = make_task(name, num_layers=1)
+    return model, data
 
 
 MODELS = {
@@ -106,15 +105,7 @@ MODELS = {
         EfficientCausalLM(make_backbone("softmax")),
         inputs("softmax"),
     ),
-    "masked-lm": masked_lm,
-    "classifier": lambda: (
-        EfficientTextClassifier(make_backbone("encoder", num_layers=1), 3),
-        inputs("encoder"),
-    ),
-    "seq2seq": lambda: (
-        EfficientSeq2SeqLM(make_backbone("encoder-decoder")),
-        inputs("encoder-decoder"),
-    ),
+    **{name: partial(task, name) for name in ("classifier", "masked-lm", "seq2seq")},
     "replaced": replaced,
     "converted": converted,
 }
@@ -158,13 +149,10 @@ def test_int8(name, tmp_path):
     model, data = MODELS[name]()
     model.quantize("int8")
     assert "int8" in modes_of(model)
-    first, second = tmp_path / "first.keras", tmp_path / "second.keras"
-    model.save(first)
-    restored = keras.saving.load_model(first)
+    restored = saved_and_loaded(model, tmp_path)
     assert_same(restored, model, data)
     # What was loaded is saved as well, and its weights are those of the first file.
-    restored.save(second)
-    assert_same(keras.saving.load_model(second), model, data)
+    assert_same(saved_and_loaded(restored, tmp_path), model, data)
 
 
 @pytest.mark.any_backend
@@ -175,8 +163,7 @@ def test_int8(name, tmp_path):
 def test_other_modes(name, mode, tmp_path):
     model, data = MODELS[name]()
     model.quantize(mode)
-    model.save(tmp_path / "model.keras")
-    assert_same(keras.saving.load_model(tmp_path / "model.keras"), model, data)
+    assert_same(saved_and_loaded(model, tmp_path), model, data)
 
 
 @pytest.mark.any_backend
@@ -189,8 +176,7 @@ def test_weights_alone_in_int8(name, tmp_path):
         config=keras.quantizers.Int8QuantizationConfig(activation_quantizer=None)
     )
     assert np.abs(to_numpy(model(data)) - to_numpy(whole(data))).max() > 1e-4
-    model.save(tmp_path / "model.keras")
-    assert_same(keras.saving.load_model(tmp_path / "model.keras"), model, data)
+    assert_same(saved_and_loaded(model, tmp_path), model, data)
 
 
 @pytest.mark.any_backend
@@ -203,9 +189,8 @@ def test_a_part_and_lora(name, tmp_path):
         if layer.name == "query" and isinstance(layer, keras.layers.EinsumDense):
             layer.enable_lora(2)
             layer.lora_kernel_b.assign(0.1 * np.ones(layer.lora_kernel_b.shape))
-    model.save(tmp_path / "model.keras")
     # The file has the product of the factors in the kernel, in int8.
-    restored = keras.saving.load_model(tmp_path / "model.keras")
+    restored = saved_and_loaded(model, tmp_path)
     assert_same(restored, model, data, tolerance=0.03)
 
 
@@ -233,36 +218,41 @@ def test_a_configuration_inside_others():
 
 FRESH_PROCESS = """
 import sys
+from pathlib import Path
 import keras, numpy as np
 import tests.models.test_quantized_files
 from tests.autodiff import to_numpy
 
-model = keras.saving.load_model(sys.argv[1])
-data = dict(np.load(sys.argv[3]))
-np.save(sys.argv[2], to_numpy(model(data.get("x", data))))
+for folder in map(Path, sys.argv[1:]):
+    model = keras.saving.load_model(folder / "model.keras")
+    data = dict(np.load(folder / "input.npz"))
+    np.save(folder / "output.npy", to_numpy(model(data.get("x", data))))
 """
 
 
 @pytest.mark.any_backend
-@pytest.mark.parametrize(
-    "name, mode",
-    [
+def test_a_fresh_process(tmp_path):
+    expected = {}
+    for name, mode in (
         ("twice", "int8"),
         ("classifier", "int8"),
         ("causal-lm", "int4"),
         ("masked-lm", "float8"),
         ("seq2seq", "int4"),
         ("nested-causal-lm", "int4"),
-    ],
-)
-def test_a_fresh_process(name, mode, tmp_path):
-    model, data = MODELS[name]()
-    model.quantize(mode)
-    files = [tmp_path / name for name in ("model.keras", "output.npy", "input.npz")]
-    model.save(files[0])
-    np.savez(files[2], **(data if isinstance(data, dict) else {"x": data}))
-    subprocess.run([sys.executable, "-c", FRESH_PROCESS, *map(str, files)], check=True)
-    np.testing.assert_allclose(np.load(files[1]), to_numpy(model(data)), atol=1e-5)
+    ):
+        model, data = MODELS[name]()
+        model.quantize(mode)
+        folder = tmp_path / name
+        folder.mkdir()
+        model.save(folder / "model.keras")
+        data = data if isinstance(data, dict) else {"x": data}
+        np.savez(folder / "input.npz", **data)
+        expected[folder] = to_numpy(model(data.get("x", data)))
+    subprocess.run([sys.executable, "-c", FRESH_PROCESS, *expected], check=True)
+    for folder, output in expected.items():
+        received = np.load(folder / "output.npy")
+        np.testing.assert_allclose(received, output, atol=1e-5, err_msg=folder.name)
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -280,11 +270,6 @@ class PlainBlock(keras.layers.Layer):
         return self.dense(x)
 
 
-def save_and_load(model, tmp_path):
-    model.save(tmp_path / "model.keras")
-    return keras.saving.load_model(tmp_path / "model.keras")
-
-
 # The page on saving names these limits of Keras: where such a test fails, a newer Keras
 # has mended one, and the page is to be changed.
 @pytest.mark.any_backend
@@ -292,11 +277,11 @@ def test_keras_does_not_load_a_dense_layer_below_another(tmp_path):
     model = functional(PlainBlock())
     model.quantize("int8")
     with pytest.raises(ValueError, match="could not be loaded"):
-        save_and_load(model, tmp_path)
+        saved_and_loaded(model, tmp_path)
     # In the configuration, it loads.
     model = functional(Around(keras.layers.Dense(8)))
     model.quantize("int8")
-    assert_same(save_and_load(model, tmp_path), model, X)
+    assert_same(saved_and_loaded(model, tmp_path), model, X)
 
 
 @pytest.mark.any_backend
@@ -310,7 +295,7 @@ def test_keras_does_not_load_the_head_of_a_stock_task(tmp_path):
     model = task()
     model.quantize("int8")
     with pytest.raises(ValueError, match="could not be loaded"):
-        save_and_load(model, tmp_path)
+        saved_and_loaded(model, tmp_path)
 
 
 def own_task():
@@ -329,4 +314,4 @@ def test_keras_does_not_load_calibrated_modes(make, mode, tmp_path):
     model = make()
     calibrate(model, mode)
     with pytest.raises(ValueError, match="could not be loaded"):
-        save_and_load(model, tmp_path)
+        saved_and_loaded(model, tmp_path)

@@ -4,32 +4,15 @@ import keras
 import numpy as np
 import pytest
 
-from keras_efficient_attn.models import (
-    EfficientCausalLM,
-    EfficientMaskedLM,
-    EfficientSeq2SeqLM,
-    EfficientTextClassifier,
-)
 from tests.autodiff import to_numpy
-from tests.models.cases import inputs, make_backbone
-
-MODELS = {
-    "backbone": lambda backbone: backbone,
-    "causal": EfficientCausalLM,
-    "classifier": lambda backbone: EfficientTextClassifier(backbone, 3),
-    "masked": EfficientMaskedLM,
-    "pairs": EfficientSeq2SeqLM,
-}
-ARCHITECTURES = {"classifier": "encoder", "masked": "encoder"}
-ARCHITECTURES["pairs"] = "encoder-decoder"
+from tests.models.cases import TASKS, inputs, make_backbone, make_task
 
 
 def make(name, **options):
-    case = ARCHITECTURES.get(name, "defaults")
-    model = MODELS[name](make_backbone(case, **options))
-    data = inputs(case)
-    if name == "masked":
-        data["mask_positions"] = np.array([[1, 2], [3, 4]], "int32")
+    if name == "backbone":
+        model, data = make_backbone("defaults", **options), inputs("defaults")
+    else:
+        model, data, _ = make_task(name, **options)
     # The tasks' own metrics are for classes.
     options = dict(metrics=[], weighted_metrics=[], jit_compile=False)
     model.compile(keras.optimizers.SGD(0.0), "mse", **options)
@@ -37,9 +20,9 @@ def make(name, **options):
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["plain", "documents"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["backbone", *TASKS])
 def test_dropout_is_active_in_training_only(name, documents):
-    if documents and name in ("pairs", "classifier"):
+    if documents and name in ("seq2seq", "classifier", "image-lm"):
         pytest.skip("it takes no documents")
     options = {"takes_documents": True} if documents else {}
     model, data, labels = make(name, dropout=0.5, **options)
@@ -51,7 +34,8 @@ def test_dropout_is_active_in_training_only(name, documents):
 
 
 def test_a_layer_that_learns_in_its_calls_learns_in_fit():
-    model, data, labels = make("causal", attention="adaptive-span:penalty=10.0")
+    options = dict(attention="adaptive-span:penalty=10.0", num_layers=1, positions=None)
+    model, data, labels = make("causal-lm", **options)
     layer = model.backbone.decoder.blocks[0].attention
     penalty = 10.0 * float(layer.spans().mean())
     tested = float(model.test_on_batch(data, labels))

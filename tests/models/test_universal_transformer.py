@@ -8,7 +8,6 @@ from keras_efficient_attn import SoftmaxAttention
 from keras_efficient_attn.models import (
     EfficientTransformerBackbone,
     FeedForward,
-    FeedForwardOptions,
     LearnedPositions,
     PositionOptions,
     RecurrenceOptions,
@@ -19,9 +18,11 @@ from keras_efficient_attn.models import (
 )
 from keras_efficient_attn.models.blocks.transformer_stack import StackResults
 from tests.autodiff import to_numpy
-from tests.layers.adaptive_computation.adaptive import definition, sigmoid
+from tests.dense import sigmoid
+from tests.layers.adaptive_computation.adaptive import definition
 from tests.models import dense
 from tests.models.cases import SIZES, randomize
+from tests.ops.common.test_convolution import expected as depthwise
 from tests.ops.pieces import read_in_pieces
 
 BATCH, LENGTH, DIM, STEPS = 2, 7, 8, 4
@@ -137,49 +138,6 @@ def test_a_decoder_streams_what_it_computes_at_once():
     np.testing.assert_allclose(received, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_generation_of_an_encoder_decoder_equals_the_whole_sequence():
-    backbone = EfficientTransformerBackbone(
-        **SIZES,
-        attention="performer:feature_map=elu",
-        architecture="encoder_decoder",
-        feed_forward=FeedForwardOptions(separable_convolution=True),
-        positions=PositionOptions("sinusoidal", each_layer=True),
-        recurrence=RecurrenceOptions(2, "sinusoidal", {"halting_bias": -1.0}),
-    )
-    randomize(backbone)
-    tokens = np.random.default_rng(0).integers(1, 50, (2, 6)).astype("int32")
-    mask = np.array([[1] * 6, [1] * 4 + [0] * 2], "int32")
-    ones = np.ones_like(mask)
-    whole = backbone(
-        {
-            "encoder_token_ids": tokens,
-            "encoder_padding_mask": mask,
-            "decoder_token_ids": tokens[:, ::-1].copy(),
-            "decoder_padding_mask": ones,
-        }
-    )
-    memory = backbone.encode(tokens, mask)
-    np.testing.assert_allclose(
-        to_numpy(memory)[mask == 1],
-        to_numpy(whole["encoder_sequence_output"])[mask == 1],
-        rtol=1e-4,
-        atol=1e-4,
-    )
-    state, received = backbone.get_initial_state(2, 6), []
-    for part in (slice(0, 5), slice(5, 6)):
-        segment = tokens[:, ::-1][:, part].copy()
-        hidden, state = backbone.stream(segment, state, memory, mask)
-        received.append(to_numpy(hidden))
-    np.testing.assert_allclose(
-        np.concatenate(received, axis=1),
-        to_numpy(whole["decoder_sequence_output"]),
-        rtol=1e-3,
-        atol=1e-3,
-    )
-    with pytest.raises(ValueError, match="memory"):
-        backbone.stream(tokens, state)
-
-
 def test_it_trains_compiled_and_stops_compiled(backend):
     backbone = EfficientTransformerBackbone(
         **SIZES,
@@ -213,14 +171,8 @@ def test_separable_convolutions_are_those_of_the_definition(causal):
     randomize(layer)
 
     def convolve(kernel, x):
-        size = len(kernel)
-        before = size - 1 if causal else (size - 1) - (size - 1) // 2
-        y = np.zeros(x.shape)
-        for t in range(x.shape[1]):
-            for i in range(size):
-                if 0 <= t + i - before < x.shape[1]:
-                    y[:, t] += kernel[i] * x[:, t + i - before]
-        return y
+        after = 0 if causal else (len(kernel) - 1) // 2
+        return depthwise(x, kernel, len(kernel) - 1 - after, after)
 
     first, second = (dense.numpy(kernel) for kernel in layer.kernels)
     kept = MASK[..., None]

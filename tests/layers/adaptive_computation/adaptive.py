@@ -3,10 +3,6 @@
 import numpy as np
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
 def definition(step, halting, state, running, max_steps, epsilon):
     """Graves, 2016, with halted states carried forward.
 

@@ -7,7 +7,9 @@ from keras import ops
 
 from keras_efficient_attn import AdaptiveComputationTime, AdaptiveRNN
 from tests.autodiff import gradient_function, to_numpy
-from tests.layers.adaptive_computation.adaptive import definition, sigmoid
+from tests.dense import sigmoid
+from tests.layers.adaptive_computation.adaptive import definition
+from tests.saving import assert_same_model, saved_and_loaded
 
 BATCH, LENGTH, DIM, UNITS, STEPS = 2, 5, 3, 4, 5
 MASK = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], bool)
@@ -176,12 +178,7 @@ def test_stacked_cells_with_dropout_fit_and_come_back(backend, tmp_path):
     data = np.where(MASK[..., None], inputs(), 0.0)
     history = model.fit(data, np.zeros((BATCH, UNITS)), epochs=2, verbose=0).history
     assert np.isfinite(history["loss"]).all()
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(
-        to_numpy(restored(data)).astype("float32"),
-        to_numpy(model(data)).astype("float32"),
-    )
+    assert_same_model(saved_and_loaded(model, tmp_path), model, data, rtol=0, atol=0)
 
 
 def test_in_the_rnn_of_keras():

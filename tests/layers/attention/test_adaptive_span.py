@@ -11,11 +11,11 @@ from keras_efficient_attn import AdaptiveSpan
 from keras_efficient_attn.layers import TrimSpans, plot_spans, trim_spans
 from keras_efficient_attn.layers.attention.adaptive_span import layer as adaptive_span
 from keras_efficient_attn.layers.attention.adaptive_span.layer import UnitInterval
-from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
 from keras_efficient_attn.ops.common.plan import BLOCK_SIZES
 from tests import dense
-from tests.autodiff import gradients, to_numpy
+from tests.autodiff import assert_slope, gradients, to_numpy
 from tests.largest_tensor import largest_tensor
+from tests.weight_gradients import loss_of_weights
 
 LENGTH, DIM, MAX_SPAN, RAMP = 230, 6, 200, 8
 
@@ -83,26 +83,19 @@ def assert_slopes(layer, names, x):
     """Compares these weights' gradients with differences of the dense formula."""
     variables = [w for w in layer.trainable_weights if w.name in names]
     assert len(variables) == len(names)
-    values = [to_numpy(w) for w in variables]
     weight = inputs(seed=3)
 
-    def loss(*values):
-        with keras.StatelessScope(list(zip(variables, values, strict=True))):
-            output = layer(x, x, use_causal_mask=True)
+    def loss():
+        output = layer(x, x, use_causal_mask=True)
         return ops.sum(ops.multiply(output, weight))
 
-    received = gradients(loss, *values)
-    for variable, value, gradient in zip(variables, values, received, strict=True):
-        direction = np.random.default_rng(4).normal(size=value.shape)
+    def definition(*values):
+        changed = {v.name: value for v, value in zip(variables, values, strict=True)}
+        return (dense_output(WithWeights(layer, **changed), x) * weight).sum()
 
-        def move(step, variable=variable, value=value, direction=direction):
-            wide = WithWeights(layer, **{variable.name: value + step * direction})
-            return (dense_output(wide, x) * weight).sum()
-
-        slope = (move(1e-7) - move(-1e-7)) / 2e-7
-        size = np.linalg.norm(gradient) * np.linalg.norm(direction)
-        assert size > 0, variable.name
-        assert abs((gradient * direction).sum() - slope) < 1e-3 * size, variable.name
+    loss, values = loss_of_weights(loss, variables)
+    for i, gradient in enumerate(gradients(loss, *values)):
+        assert_slope(gradient, definition, values, i, step=1e-7, tolerance=1e-3)
 
 
 class WithWeights:
@@ -304,25 +297,6 @@ def test_a_model_trims_and_compiles_again_while_it_trains(monkeypatch):
 
 
 # In models.
-
-
-def test_a_stack_shares_its_table(tmp_path):
-    def block():
-        layer = AdaptiveSpan(2, 4, max_span=9, ramp=2, relative_positions="shared")
-        return TransformerBlock(layer, FeedForward(8))
-
-    sequence = keras.Input((None, DIM))
-    model = keras.Model(sequence, TransformerStack([block(), block()])(sequence))
-    tables = [w for w in model.trainable_weights if w.name == "table"]
-    assert [tuple(table.shape) for table in tables] == [(9, 4)]
-    tables[0].assign(inputs(length=9)[0, :, :4])
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
-    assert len(restored.weights) == len(model.weights)
-    x = inputs(length=20)
-    np.testing.assert_allclose(
-        to_numpy(restored(x)), to_numpy(model(x)), rtol=1e-5, atol=1e-6
-    )
 
 
 def test_the_plot_has_a_point_for_each_head(tmp_path):

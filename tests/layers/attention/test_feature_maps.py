@@ -19,15 +19,15 @@ from keras_efficient_attn.ops.linear_attention.api import (
     linear_attention_with_feature_maps,
 )
 from tests import dense
-from tests.autodiff import gradients, to_numpy
-from tests.contract.test_saving import assert_same_model
+from tests.autodiff import assert_slope, gradients, to_numpy
+from tests.saving import assert_same_model, saved_and_loaded
 
 DIM = 8
 NAMES = (
     "favor+ hyperbolic favor++ trigonometric taylor power relu elu exp softmax "
     "hedgehog learned identity unit sum"
 ).split()
-ESTIMATES = "favor+ hyperbolic favor++ trigonometric taylor power learned".split()
+PROJECTED_RELU = feature_maps.get("relu", num_features=6, row_norm="sqrt_dim")
 
 
 def inputs(length=19, seed=0):
@@ -72,7 +72,7 @@ def test_every_map_has_a_name_and_says_what_it_is():
     for name in NAMES:
         feature_map = feature_maps.get(name)
         assert feature_map.name == name
-        assert feature_map.estimates_softmax == (name in ESTIMATES)
+        assert feature_map.estimates_softmax == (name in dense.ESTIMATES)
         assert feature_map.causal == (name != "favor++")
         signed = name in ("trigonometric", "identity", "unit", "sum")
         assert feature_map.positive == (not signed)
@@ -84,14 +84,16 @@ def test_every_map_has_a_name_and_says_what_it_is():
         assert first is second
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "feature_map", [*NAMES, PROJECTED_RELU], ids=[*NAMES, "projected relu"]
+)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_maps_equal_the_dense_definition(name, causal):
-    if causal and name == "favor++":
+def test_maps_equal_the_dense_definition(feature_map, causal):
+    if causal and feature_map == "favor++":
         pytest.skip("favor++ is not causal")
     # Weights of both signs may add up to nearly zero.
-    normalize = name not in ("identity", "unit", "sum")
-    layer, x = built(feature_map=name, normalize=normalize), inputs()
+    normalize = feature_map not in ("identity", "unit", "sum")
+    layer, x = built(feature_map=feature_map, normalize=normalize), inputs()
     mask = np.random.default_rng(1).random(x.shape[:2]) > 0.2
     hidden = np.where(mask[..., None], x, np.nan).astype("float32")
     output = to_numpy(layer(hidden, hidden, key_mask=mask, use_causal_mask=causal))
@@ -99,7 +101,7 @@ def test_maps_equal_the_dense_definition(name, causal):
         layer, dense.linear_heads, x, x, key_mask=mask, causal=causal
     )
     np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
-    if name == "favor++":
+    if feature_map == "favor++":
         return
     size = layer.feature_map.feature_dim(DIM)
     assert layer.get_initial_state(1)["sum"].shape == (1, 2, size, DIM)
@@ -191,7 +193,6 @@ def test_learned_features_begin_as_hyperbolic_ones():
 def test_gradients_of_a_map_s_weights_are_differences(causal):
     random = np.random.default_rng(3)
     query, key, value = random.normal(size=(3, 2, 9, 2, DIM)).astype("float32")
-    start, direction = random.normal(size=(2, 2, 2, DIM, DIM)) * 0.5
     config = LinearAttentionConfig(
         feature_maps.get("hedgehog").query_features,
         feature_maps.get("hedgehog").key_features,
@@ -206,17 +207,14 @@ def test_gradients_of_a_map_s_weights_are_differences(causal):
         )
         return ops.sum(ops.square(heads))
 
-    def definition(kernels):
+    def definition(*kernels):
         similarity = dense.hedgehog(query, key, *kernels)
         heads, _ = dense.weigh(similarity, value.astype("float64"), causal=causal)
         return (heads**2).sum()
 
-    slopes = gradients(loss, *start.astype("float32"))
-    for side in (0, 1):
-        step = 1e-4 * np.eye(2)[side][:, None, None, None] * direction
-        difference = definition(start + step) - definition(start - step)
-        ours = (slopes[side].astype("float64") * direction[side]).sum()
-        np.testing.assert_allclose(ours, difference / 2e-4, rtol=1e-3)
+    kernels = 0.5 * random.normal(size=(2, 2, DIM, DIM)).astype("float32")
+    for i, gradient in enumerate(gradients(loss, *kernels)):
+        assert_slope(gradient, definition, kernels, i, step=1e-4)
 
 
 @register_feature_map("tests_gained_relu", package="tests")
@@ -254,8 +252,7 @@ def test_a_map_from_outside_learns_and_is_saved(tmp_path, backend):
     model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=backend != "torch")
     model.fit(x, x[..., :1] + np.zeros_like(x), epochs=2, verbose=0)
     assert np.all(to_numpy(gain) != 1.0)
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
+    restored = saved_and_loaded(model, tmp_path)
     assert_same_model(restored, model, x)
     assert restored.layers[-1].feature_map == GainedRelu()
 

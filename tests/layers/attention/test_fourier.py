@@ -7,9 +7,9 @@ import pytest
 
 from keras_efficient_attn import FourierAttention
 from keras_efficient_attn.layers.attention.base import AttentionCall
-from keras_efficient_attn.models import EfficientCausalLM, EfficientTransformerBackbone
 from tests import dense
 from tests.autodiff import to_numpy
+from tests.layers.streams import stream
 
 
 def built(dim=8, **options):
@@ -79,19 +79,8 @@ def test_the_linear_form_is_that_of_its_frequencies_and_streams():
             layer, dense.fourier_heads, x, x, key_mask=mask, causal=causal
         )
         np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
-    state, pieces = layer.get_initial_state(1), []
-    for piece in (slice(0, 4), slice(4, 5), slice(5, 9)):
-        y, state = layer(
-            x[:, piece],
-            x[:, piece],
-            key_mask=mask[:, piece],
-            use_causal_mask=True,
-            state=state,
-        )
-        pieces.append(to_numpy(y))
-    np.testing.assert_allclose(
-        np.concatenate(pieces, axis=1), output, rtol=1e-4, atol=1e-5
-    )
+    streamed, _ = stream(layer, x, (4, 1, 4), key_mask=mask)
+    np.testing.assert_allclose(streamed, output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -126,27 +115,3 @@ def test_the_cache_has_the_length_that_it_is_given():
         built().get_initial_state(3)
     linear = built(linear=True)
     assert tuple(linear.get_initial_state(3)["sum"].shape) == (3, 2, 8 * 17, 8)
-
-
-def test_generation_equals_calls_on_the_whole_sequence():
-    backbone = EfficientTransformerBackbone(
-        vocabulary_size=20,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=8,
-        attention=["fourier", "fourier:linear=True,num_frequencies=4,power=2"],
-        positions="sinusoidal",
-        embedding="untied",
-    )
-    model = EfficientCausalLM(backbone)
-    tokens = np.zeros((2, 10), "int32")
-    tokens[:, :3] = [[3, 1, 4], [1, 5, 9]]
-    mask = (np.arange(10) < 3) * np.ones((2, 1), "int32")
-    model.compile(sampler="greedy")
-    data = {"token_ids": tokens.copy(), "padding_mask": mask.astype("int32")}
-    received = model.generate(data, stop_token_ids=None)
-    for t in range(3, 10):
-        whole = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
-        tokens[:, t] = to_numpy(model(whole))[:, t - 1].argmax(-1)
-    np.testing.assert_array_equal(received["token_ids"], tokens)

@@ -9,6 +9,7 @@ from keras_efficient_attn.layers import get_attention
 from keras_efficient_attn.layers.attention.base import AttentionCall
 from tests import dense
 from tests.autodiff import gradient_function, to_numpy
+from tests.layers.streams import stream
 
 DIM = 8
 LENGTH = 23
@@ -35,22 +36,6 @@ def inputs(seed=0):
     return random.normal(size=(2, LENGTH, 12)).astype("float32")
 
 
-def stream(layer, x, mask, cuts):
-    """Outputs of the segments between the cuts, and the last state."""
-    state, outputs = layer.get_initial_state(2), []
-    for start, stop in zip((0, *cuts), (*cuts, LENGTH), strict=True):
-        part = x[:, start:stop]
-        output, state = layer(
-            part,
-            part,
-            key_mask=mask[:, start:stop],
-            use_causal_mask=True,
-            state=state,
-        )
-        outputs.append(to_numpy(output))
-    return np.concatenate(outputs, axis=1), state
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_tokens_and_segments_give_the_definition(name):
     layer_class, options = LAYERS[name]
@@ -68,39 +53,10 @@ def test_tokens_and_segments_give_the_definition(name):
         whole, _ = dense.layer_output(
             layer, dense.linear_heads, x, x, key_mask=mask, causal=True
         )
-    every = tuple(range(1, LENGTH))
     # From segments to tokens and back: both use the same state.
-    for cuts in (every, (7, 8, 9, 10, 18), (1, 2, 3, 20)):
-        output, _ = stream(layer, x, mask, cuts)
+    for sizes in ((1,) * LENGTH, (7, 1, 1, 1, 8, 5), (1, 1, 1, 17, 3)):
+        output, _ = stream(layer, x, sizes, key_mask=mask)
         np.testing.assert_allclose(output, whole, rtol=1e-3, atol=2e-4)
-
-
-@pytest.mark.parametrize("name", ["elu", "favor+", "window"])
-def test_hidden_tokens_write_nothing_and_are_not_read(name):
-    layer_class, options = LAYERS[name]
-    layer, x = layer_class(2, DIM, **options), inputs()
-    layer.build(x.shape, x.shape)
-    mask = np.ones((2, LENGTH), bool)
-    mask[:, 10:] = False
-    mask[0, 0] = False
-    _, state = stream(layer, x, mask, tuple(range(1, LENGTH)))
-    x[~mask] = np.nan
-    _, again = stream(layer, x, mask, tuple(range(1, LENGTH)))
-    for key in state:
-        np.testing.assert_array_equal(to_numpy(again[key]), to_numpy(state[key]))
-    if name != "window":
-        _, shorter = stream(layer, x, mask, tuple(range(1, 11)))
-        np.testing.assert_allclose(
-            to_numpy(state["sum"]), to_numpy(shorter["sum"]), rtol=1e-6
-        )
-
-
-def test_states_stay_wide_under_a_narrow_policy():
-    layer, x = LinearAttention(2, DIM, dtype="mixed_bfloat16"), inputs()[:, :1]
-    state = layer.build(x.shape, x.shape) or layer.get_initial_state(2)
-    output, state = layer(x, x, use_causal_mask=True, state=state)
-    assert "bfloat16" in str(output.dtype)
-    assert all("float32" in str(tensor.dtype) for tensor in state.values())
 
 
 def test_elu_is_the_default_and_the_name_is_linear():
@@ -221,7 +177,7 @@ def test_elu_streams_at_any_scale(key_dim):
     layer = LinearAttention(2, key_dim)
     x, mask = 300 * inputs(), np.ones((2, LENGTH), bool)
     whole = to_numpy(layer(x, x, use_causal_mask=True))
-    outputs, _ = stream(layer, x, mask, range(1, LENGTH))
+    outputs, _ = stream(layer, x, (1,) * LENGTH, key_mask=mask)
     np.testing.assert_allclose(outputs, whole, rtol=1e-3, atol=1e-2)
 
 

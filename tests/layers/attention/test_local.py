@@ -8,6 +8,7 @@ from keras import ops
 from keras_efficient_attn import LocalAttention
 from tests import dense
 from tests.autodiff import gradient_function, to_numpy
+from tests.saving import assert_same_model, saved_and_loaded
 
 BATCH, ROWS, COLUMNS, DIM = 2, 5, 4, 6
 
@@ -100,12 +101,7 @@ def test_images_in_a_functional_model(tmp_path):
     model = keras.Model(inputs, layer(inputs, inputs, use_causal_mask=True))
     assert model.output_shape == (None, ROWS, COLUMNS, 3)
     assert layer.compute_output_shape(inputs.shape, inputs.shape) == model.output_shape
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
-    x = images()
-    np.testing.assert_allclose(
-        to_numpy(restored(x)), to_numpy(model(x)), rtol=1e-5, atol=1e-6
-    )
+    assert_same_model(saved_and_loaded(model, tmp_path), model, images())
     output, scores = layer(inputs, inputs, return_attention_scores=True)
     assert output.shape == (None, ROWS, COLUMNS, 3)
     assert scores.shape == (None, 2, ROWS * COLUMNS, ROWS * COLUMNS)

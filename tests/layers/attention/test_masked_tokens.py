@@ -10,6 +10,7 @@ from keras_efficient_attn import (
     VQAttention,
 )
 from tests.autodiff import to_numpy
+from tests.layers.streams import stream
 
 LENGTH, HEADS, DIM = 7, 2, 4
 LAYERS = {
@@ -47,14 +48,7 @@ def test_tokens_give_the_whole_sequence(name):
         to_numpy(layer(row[None, exists], row[None, exists], use_causal_mask=True))[0]
         for row, exists in zip(x, mask, strict=True)
     ]
-    state, outputs = layer.get_initial_state(2, LENGTH), []
-    for position in range(LENGTH):
-        token, part = (t[:, position : position + 1] for t in (x, mask))
-        output, state = layer(
-            token, token, key_mask=part, use_causal_mask=True, state=state
-        )
-        outputs.append(to_numpy(output))
-    outputs = np.concatenate(outputs, axis=1)
+    outputs, _ = stream(layer, x, (1,) * LENGTH, max_length=LENGTH, key_mask=mask)
     for row in range(2):
         received = outputs[row, mask[row]]
         np.testing.assert_allclose(received, expected[row], rtol=1e-4, atol=1e-5)

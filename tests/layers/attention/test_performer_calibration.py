@@ -13,7 +13,8 @@ from keras_efficient_attn.layers.attention.linear.calibration import (
 )
 from tests import dense
 from tests.autodiff import to_numpy
-from tests.contract.test_saving import assert_same_model
+from tests.layers.streams import stream
+from tests.saving import assert_same_model, saved_and_loaded
 
 BATCH, LENGTH, DIM, HEADS, KEY_DIM = 2, 21, 12, 2, 8
 MAPS = {
@@ -50,23 +51,14 @@ def calibration(layer, name):
     return to_numpy(weight).astype("float64")
 
 
-def heads_of(layer, x):
-    """Queries, keys and values in float64, scaled for exp(q·k)."""
-    x = x.astype("float64")
-    heads = []
-    for part in ("query", "key", "value"):
-        kernel, bias = (
-            np.asarray(to_numpy(w), "float64")
-            for w in getattr(layer, f"{part}_dense").weights
-        )
-        heads.append(np.einsum("btd,dhe->bthe", x, kernel) + bias)
-    query, key, value = heads
+def scaled(layer, query, key):
+    """Queries and keys for exp(q·k)."""
     if layer.qk_norm:
         query, key = dense.rms(query), dense.rms(key)
     if layer.rotary_wavelength is not None:
         query, key = (dense.rotate(t, layer.rotary_wavelength) for t in (query, key))
     scale = KEY_DIM**-0.25 * layer.temperature**-0.5
-    return query * scale, key * scale, value
+    return query * scale, key * scale
 
 
 def similarity(layer, query, key):
@@ -104,32 +96,32 @@ def similarity(layer, query, key):
     return dense.dots(features(centred), features(key)) / len(rows) * known, exact
 
 
+def calibrated_heads(
+    layer, query, key, value, query_mask=None, key_mask=None, causal=False
+):
+    estimate, exact = similarity(layer, *scaled(layer, query, key))
+    distance = np.subtract.outer(np.arange(query.shape[1]), np.arange(key.shape[1]))
+    weights = np.where(abs(distance) < layer.window, exact, estimate)
+    return dense.weigh(weights, value, key_mask, causal)
+
+
 @pytest.mark.parametrize("feature_map", ["favor+", "hyperbolic", "power"])
 def test_calibrated_layer_equals_the_dense_definition_and_streams(feature_map):
     layer, x = make(feature_map), inputs()
     layer.calibrate(2.0 * x)
-    query, key, value = heads_of(layer, x)
-    estimate, exact = similarity(layer, query, key)
-    near = abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))) < layer.window
     mask = np.arange(LENGTH) < np.linspace(LENGTH // 2, LENGTH, BATCH)[:, None]
-    kernel, bias = (to_numpy(w) for w in layer.output_dense.weights)
+    # Masked positions are not read.
+    hidden = np.where(mask[..., None], x, np.nan).astype("float32")
     for causal in (False, True):
-        weights = np.where(near, exact, estimate)
-        heads, _ = dense.weigh(weights, value, mask, causal)
-        heads = np.where(mask[..., None, None], heads, 0.0)
-        expected = np.einsum("bthv,hve->bte", heads, kernel) + bias
-        # Masked positions are not read.
-        hidden = np.where(mask[..., None], x, np.nan).astype("float32")
+        expected, _ = dense.layer_output(
+            layer, calibrated_heads, x, x, key_mask=mask, causal=causal
+        )
         output = to_numpy(layer(hidden, hidden, key_mask=mask, use_causal_mask=causal))
         np.testing.assert_allclose(output, expected, rtol=1e-3, atol=2e-4)
 
     whole = to_numpy(layer(x, x, use_causal_mask=True))
-    state, parts = layer.get_initial_state(BATCH), []
-    for start, stop in ((0, 7), (7, 8), (8, LENGTH)):
-        part = x[:, start:stop]
-        output, state = layer(part, part, use_causal_mask=True, state=state)
-        parts.append(to_numpy(output))
-    np.testing.assert_allclose(np.concatenate(parts, 1), whole, rtol=1e-4, atol=1e-4)
+    streamed, _ = stream(layer, x, (7, 1, LENGTH - 8))
+    np.testing.assert_allclose(streamed, whole, rtol=1e-4, atol=1e-4)
     changed = x.copy()
     changed[:, -1] *= 9.0
     again = to_numpy(layer(changed, changed, use_causal_mask=True))
@@ -194,7 +186,8 @@ def test_calibrate_weighs_pairs_by_far_attention(window, causal):
     batches = [(hidden[:1], mask[:1]), (hidden[1:], mask[1:])]
     spread = layer.calibrate(batches, use_causal_mask=causal)
 
-    query, key, _ = heads_of(layer, x)
+    sides = layer.query_dense(x), layer.key_dense(x)
+    query, key = scaled(layer, *(to_numpy(side).astype("float64") for side in sides))
     attention = np.exp(dense.dots(query, key)) * mask[:, None, None]
     distance = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
     if causal:
@@ -251,8 +244,7 @@ def test_calibration_is_saved_and_compiles(tmp_path, dtype):
     assert layer.calibrate(x).shape == (4,)
     after = to_numpy(ops.cast(model(x), "float32"))
     assert np.abs(after - before).max() > 1e-3
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
+    restored = saved_and_loaded(model, tmp_path)
     if dtype == "float32":
         assert_same_model(restored, model, x)
         np.testing.assert_allclose(

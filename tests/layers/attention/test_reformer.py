@@ -8,6 +8,7 @@ from keras_efficient_attn import ReformerLSHAttention
 from keras_efficient_attn.ops.common.plan import BLOCK_SIZES
 from tests import dense
 from tests.autodiff import to_numpy
+from tests.layers.streams import stream
 
 SMALL = dict(num_heads=2, key_dim=4, bucket_size=2, num_buckets=4, seed=1)
 
@@ -94,12 +95,8 @@ def test_local_heads_stream():
     x = inputs()
     layer = built(x, num_local_heads=1)
     whole = to_numpy(layer(x, x, use_causal_mask=True))
-    state, outputs = layer.get_initial_state(2), []
-    for piece in (slice(0, 7), slice(7, 14), slice(14, 21)):
-        part = x[:, piece]
-        y, state = layer(part, part, use_causal_mask=True, state=state)
-        outputs.append(to_numpy(y))
-    np.testing.assert_allclose(np.concatenate(outputs, 1), whole, rtol=1e-4, atol=1e-5)
+    streamed, _ = stream(layer, x, (7, 7, 7))
+    np.testing.assert_allclose(streamed, whole, rtol=1e-4, atol=1e-5)
 
 
 def dense_output(layer, x, causal):

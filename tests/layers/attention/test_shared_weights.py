@@ -15,6 +15,7 @@ from keras_efficient_attn import (
 from keras_efficient_attn.layers.attention.transformer_xl import PositionBiases
 from keras_efficient_attn.models import FeedForward, TransformerBlock, TransformerStack
 from tests.autodiff import to_numpy
+from tests.saving import assert_same_model, saved_and_loaded
 
 X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
 SPAN = dict(num_heads=2, key_dim=4, max_span=8, initial_span=4)
@@ -51,29 +52,37 @@ def reversible():
     return keras.Model(x, ReversibleStack(blocks)(x))
 
 
+# Models, and the numbers of weights that they have.
 SAVED = {
-    "chunked": lambda: one_layer_in_two(lambda x: ChunkedFeedForward(x, 2)),
-    "adaptive": lambda: one_layer_in_two(lambda x: AdaptiveComputationTime(x, 3)),
-    "reversible": reversible,
-    "xl-stack": lambda: stacked(lambda: RelativePositionXL(2, 4, biases="shared")),
-    "span-stack": lambda: stacked(
-        lambda: AdaptiveSpan(relative_positions="shared", **SPAN)
+    "chunked": (lambda: one_layer_in_two(lambda x: ChunkedFeedForward(x, 2)), 2),
+    # Each has a halting unit.
+    "adaptive": (lambda: one_layer_in_two(lambda x: AdaptiveComputationTime(x, 3)), 6),
+    "reversible": (reversible, 6),
+    # Of a block: four projections, one of positions, two dense layers and two norms. Of
+    # the stack: the biases u and v, and a norm.
+    "xl-stack": (
+        lambda: stacked(lambda: RelativePositionXL(2, 4, biases="shared")),
+        2 * (4 * 2 + 1 + 2 * 2 + 2 * 2) + 2 + 2,
     ),
-    "xl-given": given_biases,
+    # With spans instead of the projection of positions, and a table.
+    "span-stack": (
+        lambda: stacked(lambda: AdaptiveSpan(relative_positions="shared", **SPAN)),
+        2 * (4 * 2 + 1 + 2 * 2 + 2 * 2) + 1 + 2,
+    ),
+    "xl-given": (given_biases, 2 * (4 * 2 + 1) + 2),
 }
 
 
 @pytest.mark.any_backend
 @pytest.mark.parametrize("name", SAVED)
 def test_sharing_survives(name, tmp_path):
-    model = SAVED[name]()
-    random = np.random.default_rng(1)
+    make, number = SAVED[name]
+    model, random = make(), np.random.default_rng(1)
+    assert len(model.weights) == number
     for weight in model.weights:
         weight.assign(0.3 * random.normal(size=weight.shape))
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
-    assert len(restored.weights) == len(model.weights)
-    np.testing.assert_allclose(to_numpy(restored(X)), to_numpy(model(X)), atol=1e-5)
+    restored = saved_and_loaded(model, tmp_path)
+    assert_same_model(restored, model, X, rtol=1e-7, atol=1e-5)
 
 
 @pytest.mark.any_backend

@@ -6,7 +6,9 @@ import pytest
 
 from keras_efficient_attn import SoftmaxAttention
 from keras_efficient_attn.layers.attention.softmax import KERNELS
+from tests import dense
 from tests.autodiff import to_numpy
+from tests.layers.streams import stream
 
 
 def test_masks_of_queries_and_keys_make_keras_matrix():
@@ -27,45 +29,30 @@ def test_masks_of_queries_and_keys_make_keras_matrix():
     np.testing.assert_allclose(to_numpy(scores), to_numpy(expected_scores), atol=1e-6)
 
 
-def gaussian(layer, x, mask):
-    """The layer's formula in float64, causal."""
-
-    def project(dense):
-        heads = np.einsum("bld,dhk->blhk", x, to_numpy(dense.kernel))
-        return heads + to_numpy(dense.bias)
-
-    query, key = project(layer.query_dense), project(layer.key_dense)
-    square = ((query[:, :, None] - key[:, None]) ** 2).sum(-1)
-    weights = np.exp(-square / 2 / np.sqrt(query.shape[-1]))
-    length = x.shape[1]
-    seen = np.tril(np.ones((length, length)))[None, :, :, None] * mask[:, None, :, None]
-    weights = weights * seen
-    weights /= weights.sum(2, keepdims=True)
-    heads = np.einsum("btsh,bshv->bthv", weights, project(layer.value_dense))
-    output = layer.output_dense
-    heads = np.einsum("bthv,hvd->btd", heads, to_numpy(output.kernel))
-    return heads + to_numpy(output.bias)
+def gaussian_heads(
+    layer, query, key, value, query_mask=None, key_mask=None, causal=False
+):
+    """Keys weigh exp(−‖q − k‖² / (2 √d))."""
+    square = np.moveaxis(((query[:, :, None] - key[:, None]) ** 2).sum(-1), -1, 1)
+    similarity = np.exp(-square / 2 / np.sqrt(query.shape[-1]))
+    return dense.weigh(similarity, value, key_mask, causal)
 
 
 def test_a_gaussian_kernel_weighs_by_distance():
-    x = 2 * np.random.default_rng(0).normal(size=(2, 6, 8))
+    x = (2 * np.random.default_rng(0).normal(size=(2, 6, 8))).astype("float32")
     mask = np.ones((2, 6), bool)
     mask[1, 2:4] = False
     layer = SoftmaxAttention(2, 4, value_dim=7, kernel="gaussian")
     layer.build(x.shape, x.shape)
-    expected = gaussian(layer, x, mask)
-    x = x.astype("float32")
-    options = dict(use_causal_mask=True)
-    received = to_numpy(layer(x, x, key_mask=mask, **options))
+    expected, _ = dense.layer_output(
+        layer, gaussian_heads, x, x, key_mask=mask, causal=True
+    )
+    options = dict(key_mask=mask, use_causal_mask=True)
+    received = to_numpy(layer(x, x, **options))
     np.testing.assert_allclose(received[mask], expected[mask], rtol=1e-4, atol=1e-5)
-    state, pieces = layer.get_initial_state(2, max_length=6), []
-    for start, end in ((0, 3), (3, 4), (4, 6)):
-        piece, part = x[:, start:end], mask[:, start:end]
-        output, state = layer(piece, piece, key_mask=part, state=state, **options)
-        pieces.append(to_numpy(output))
-    received = np.concatenate(pieces, 1)
+    received, _ = stream(layer, x, (3, 1, 2), max_length=6, key_mask=mask)
     np.testing.assert_allclose(received[mask], expected[mask], rtol=1e-4, atol=1e-5)
-    _, scores = layer(x, x, key_mask=mask, return_attention_scores=True, **options)
+    _, scores = layer(x, x, return_attention_scores=True, **options)
     sums = np.swapaxes(to_numpy(scores).sum(-1), 1, 2)[mask]
     np.testing.assert_allclose(sums, 1.0, rtol=1e-5)
     again = SoftmaxAttention.from_config(layer.get_config())

@@ -95,34 +95,6 @@ def test_a_row_with_a_new_document_begins_anew_and_the_other_goes_on():
     assert to_numpy(state["mask"]).tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
 
 
-def by_document(layer, x, documents, causal):
-    """Outputs of the double loop for each `(row, first, last)` separately."""
-    outputs = np.zeros(x.shape)
-    for row, first, last in documents:
-        alone = x[row : row + 1, first:last]
-        outputs[row, first:last] = dense.layer_output(
-            layer, dense.xl_heads, alone, alone, causal=causal
-        )[0]
-    return outputs
-
-
-def test_documents_that_begin_inside_a_segment():
-    layer, x = make(), text(9)
-    starts = np.zeros((BATCH, 9), bool)
-    starts[0, [2, 6]] = starts[1, 4] = True
-    documents = [(0, 0, 2), (0, 2, 6), (0, 6, 9), (1, 0, 4), (1, 4, 9)]
-    for causal in (False, True):
-        ids = np.cumsum(starts, axis=1)
-        whole = to_numpy(layer(x, x, use_causal_mask=causal, document_ids=ids))
-        assert_close(whole, by_document(layer, x, documents, causal))
-    state, outputs = layer.get_initial_state(BATCH, 9), []
-    for piece in (slice(0, 5), slice(5, 9)):
-        ids = np.cumsum(starts[:, piece], axis=1)
-        output, state = read(layer, x[:, piece], state, document_ids=ids)
-        outputs.append(output)
-    assert_close(np.concatenate(outputs, axis=1), whole)
-
-
 def test_a_longer_memory_than_in_training_and_none():
     layer, x = make(memory_length=0), text(9)
     whole = to_numpy(layer(x, x, use_causal_mask=True))
@@ -146,31 +118,6 @@ def test_tiles_of_queries_are_the_whole_and_no_matrix_exists():
         return ops.sum(layer(x, x, use_causal_mask=True))
 
     assert largest_tensor(loss, text(2000)) < 2000 * 2000 * HEADS * BATCH / 4
-
-
-@pytest.mark.parametrize("sizes", [(1,) * 9, (4, 1, 1, 3)], ids=str)
-def test_tokens_are_the_whole_with_masks(sizes):
-    layer, x = make(memory_length=9), text(9)
-    mask = np.random.default_rng(3).random((BATCH, 9)) > 0.3
-    mask[0, :2] = False
-    x[~mask] = np.nan
-    expected, _ = dense.layer_output(
-        layer,
-        dense.xl_heads,
-        np.nan_to_num(x),
-        np.nan_to_num(x),
-        key_mask=mask,
-        causal=True,
-    )
-    state, outputs, start = layer.get_initial_state(BATCH), [], 0
-    for size in sizes:
-        piece = slice(start, start + size)
-        masks = dict(key_mask=mask[:, piece], query_mask=mask[:, piece])
-        output, state = read(layer, x[:, piece], state, **masks)
-        outputs.append(output)
-        start += size
-    received = np.concatenate(outputs, axis=1)
-    assert_close(received[mask], expected[mask])
 
 
 def test_the_norm_of_today_is_of_the_memory_and_the_segment():
@@ -209,24 +156,6 @@ def test_dropout_on_positions_leaves_contents_alone():
     np.testing.assert_array_equal(*without)
     again = RelativePositionXL.from_config(layer.get_config())
     assert again.get_config()["position_dropout"] == 0.5
-
-
-def test_layers_share_biases_and_come_back_sharing(tmp_path):
-    biases = PositionBiases(HEADS, KEY_DIM)
-    sequence = keras.Input((None, DIM))
-    x = sequence
-    layers = [RelativePositionXL(HEADS, KEY_DIM, biases=biases) for _ in range(2)]
-    for layer in layers:
-        x = layer(x, x, use_causal_mask=True)
-    model = keras.Model(sequence, x)
-    # Two layers with four biased projections and one for positions; u and v once.
-    assert len(model.weights) == 2 * (4 * 2 + 1) + 2
-    biases.content_bias.assign(np.ones((HEADS, KEY_DIM)))
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
-    assert len(restored.weights) == len(model.weights)
-    x = text(6)
-    assert_close(to_numpy(restored(x)), to_numpy(model(x)))
 
 
 def test_layers_that_cannot_share():

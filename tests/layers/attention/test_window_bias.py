@@ -6,7 +6,9 @@ from keras import ops
 
 from keras_efficient_attn import LocalAttention, PerformerAttention, VQAttention
 from keras_efficient_attn.ops import local_attention, local_attention_state
+from tests import dense
 from tests.autodiff import to_numpy
+from tests.layers.streams import stream
 
 HEADS, DIM, WINDOW, LENGTH = 2, 4, 3, 11
 BIAS = np.random.default_rng(5).normal(size=(2 * WINDOW - 1, HEADS))
@@ -27,36 +29,23 @@ def make_layer(name):
     return VQAttention(**sizes, num_codes=3, qk_norm=False)
 
 
-def expected_output(name, layer, x, causal):
-    """The definition in float64; the bias counts in the window only."""
-    x = x.astype("float64")
-    query, key, value = (
-        np.einsum("btd,dhe->bhte", x, kernel) + bias[:, None]
-        for kernel, bias in (
-            [np.asarray(w, "float64") for w in dense.get_weights()]
-            for dense in (layer.query_dense, layer.key_dense, layer.value_dense)
-        )
-    )
-    products = DIM**-0.5 * query @ key.swapaxes(-1, -2)
+def biased_heads(
+    layer, query, key, value, query_mask=None, key_mask=None, causal=False
+):
+    """The bias counts in the window only."""
+    # VQAttention compares and stores keys of this scale.
+    query, key = DIM**-0.25 * query, DIM**-0.25 * key
+    products = dense.dots(query, key)
     distances = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
-    near = abs(distances) < WINDOW
     bias = BIAS[np.clip(distances + WINDOW - 1, 0, 2 * WINDOW - 2)].transpose(2, 0, 1)
-    if name == "local":
+    if isinstance(layer, LocalAttention):
         far = np.zeros_like(products)
-    elif name == "taylor":
+    elif isinstance(layer, PerformerAttention):
         far = 1 + products + products**2 / 2
     else:
-        # The layer compares and stores keys scaled by `DIM ** -0.25`.
-        codes = to_numpy(layer.codebook).astype("float64")[None]
-        scaled = DIM**-0.25 * key
-        gaps = ((scaled[:, :, :, None] - codes[:, :, None]) ** 2).sum(-1)
-        nearest = np.take_along_axis(codes, gaps.argmin(-1)[..., None], axis=2)
-        far = np.exp(DIM**-0.25 * query @ nearest.swapaxes(-1, -2))
-    weights = np.where(near, np.exp(products + bias), far)
-    weights = np.tril(weights) if causal else weights
-    heads = weights @ value / weights.sum(-1, keepdims=True)
-    kernel, output_bias = (np.asarray(w) for w in layer.output_dense.get_weights())
-    return np.einsum("bhte,hed->btd", heads, kernel) + output_bias
+        far = dense.vq_similarity(query, key, to_numpy(layer.codebook))
+    weights = np.where(abs(distances) < WINDOW, np.exp(products + bias), far)
+    return dense.weigh(weights, value, key_mask, causal)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -67,18 +56,13 @@ def test_it_counts_in_the_window_and_nowhere_else(name, causal):
     without = layer(x, x, use_causal_mask=causal)
     layer.window_bias = bias_of
     whole = ops.convert_to_numpy(layer(x, x, use_causal_mask=causal))
-    expected = expected_output(name, layer, x, causal)
+    expected, _ = dense.layer_output(layer, biased_heads, x, x, causal=causal)
     np.testing.assert_allclose(whole, expected, atol=2e-5)
     assert np.max(abs(whole - ops.convert_to_numpy(without))) > 1e-2
-    if not causal:
-        return
-    # A segment, and the rest token by token.
-    pieces, state = [], layer.get_initial_state(2)
-    for start, stop in ((0, 5), *((t, t + 1) for t in range(5, LENGTH))):
-        piece = x[:, start:stop]
-        output, state = layer(piece, piece, use_causal_mask=True, state=state)
-        pieces.append(ops.convert_to_numpy(output))
-    np.testing.assert_allclose(np.concatenate(pieces, 1), expected, atol=2e-5)
+    if causal:
+        # A segment, and the rest token by token.
+        streamed, _ = stream(layer, x, (5, *(1,) * (LENGTH - 5)))
+        np.testing.assert_allclose(streamed, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", CASES)

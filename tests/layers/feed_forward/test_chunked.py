@@ -6,6 +6,9 @@ from keras import ops
 from keras_efficient_attn import ChunkedFeedForward, ChunkedVocabularyLoss
 from keras_efficient_attn.ops import chunked_cross_entropy
 from tests.autodiff import gradient_function, gradients, to_numpy
+from tests.largest_tensor import temporary_bytes
+from tests.saving import assert_same_model, saved_and_loaded
+from tests.weight_gradients import weight_gradient_function
 
 BATCH, LENGTH, DIM, CLASSES = 2, 11, 4, 23
 
@@ -26,14 +29,10 @@ def network(dropout=0.0):
 
 
 def value_and_gradients(layer, function, x):
-    variables = layer.trainable_variables
+    def loss(x):
+        return ops.sum(ops.square(function(x)))
 
-    def loss(x, *values):
-        with keras.StatelessScope(list(zip(variables, values, strict=True))):
-            return ops.sum(ops.square(function(x)))
-
-    values = [to_numpy(variable) for variable in variables]
-    return gradient_function(loss, with_value=True)(x, *values)
+    return weight_gradient_function(loss, layer, with_value=True)(x)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 100])
@@ -144,8 +143,7 @@ def test_an_export_for_any_length_keeps_to_the_slices(backend):
     shape = jax.ShapeDtypeStruct((1, length, DIM), "float32")
     program = jax.export.export(jax.jit(lambda x: layer(x)))(shape)
     np.testing.assert_allclose(program.call(x), expected, rtol=1e-4, atol=1e-4)
-    compiled = jax.jit(program.call).lower(x).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 403 * 4096
+    assert temporary_bytes(program.call, x) < 403 * 4096
 
 
 def test_no_positions_give_no_positions():
@@ -180,11 +178,7 @@ def test_fit_with_unknown_length_and_saving(backend, tmp_path):
     model.compile("adam", "mse", jit_compile=backend != "torch")
     losses = model.fit(inputs(), inputs()[..., :3], epochs=3, verbose=0)
     assert losses.history["loss"][-1] < losses.history["loss"][0]
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(
-        to_numpy(restored(inputs())), to_numpy(model(inputs())), rtol=1e-5, atol=1e-6
-    )
+    assert_same_model(saved_and_loaded(model, tmp_path), model, inputs())
 
 
 @pytest.mark.parametrize("use_bias", [False, True])

@@ -7,12 +7,9 @@ import pytest
 from keras_efficient_attn import GatedResidual
 from keras_efficient_attn.models.blocks.residual import RESIDUALS
 from tests.autodiff import to_numpy
+from tests.dense import sigmoid
 
 SHAPE = (2, 3, 4)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def gru(w, x, y):

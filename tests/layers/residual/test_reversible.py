@@ -16,6 +16,10 @@ from keras_efficient_attn.ops.common.scan import vector_jacobian_product
 from keras_efficient_attn.ops.lsh_attention.layout import hash_buckets
 from keras_efficient_attn.ops.reversible import passes
 from tests.autodiff import gradient_function, to_numpy
+from tests.largest_tensor import temporary_bytes
+from tests.ops.pieces import read_in_pieces
+from tests.saving import assert_same_model, saved_and_loaded
+from tests.symbolic import check_symbolic_call
 
 BATCH, LENGTH, DIM = 2, 11, 8
 
@@ -337,8 +341,7 @@ def kept_bytes(depth, backend):
             y, _ = stack.stateless_call(trainable, others, x, training=True)
             return ops.sum(ops.square(y))
 
-        compiled = jax.jit(jax.grad(loss)).lower(trainable, x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        return temporary_bytes(jax.grad(loss), trainable, x)
     import torch
 
     weights = {v.value.data_ptr() for v in stack.variables}
@@ -472,20 +475,19 @@ class Streaming(keras.layers.Layer):
         return self.attention(x, x, key_mask=mask, use_causal_mask=True, state=state)
 
 
-@keras.saving.register_keras_serializable(package="tests")
 def test_states_that_grow_are_given_their_length():
     blocks = [
         ReversibleBlock(Streaming(SoftmaxAttention(2, 4)), network(i, 0.0, None))
         for i in range(2)
     ]
     stack, x = build(ReversibleStack(blocks)), inputs()
-    state, outputs = stack.get_initial_state(BATCH, LENGTH), []
-    for piece in (slice(0, 4), slice(4, LENGTH)):
-        y, state = stack(x[:, piece], state=state)
-        outputs.append(to_numpy(y))
-    np.testing.assert_allclose(
-        np.concatenate(outputs, 1), to_numpy(stack(x)), rtol=1e-4, atol=1e-5
+    streamed, _ = read_in_pieces(
+        lambda x, state: stack(x, state=state),
+        stack.get_initial_state(BATCH, LENGTH),
+        [x],
+        sizes=(4, LENGTH - 4),
     )
+    np.testing.assert_allclose(streamed, to_numpy(stack(x)), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="max_length=None"):
         stack.get_initial_state(BATCH)
 
@@ -494,11 +496,13 @@ def test_masks_and_states_reach_f():
     blocks = [ReversibleBlock(Streaming(), network(i, 0.0, None)) for i in range(2)]
     stack, x = build(ReversibleStack(blocks)), inputs()
     whole = to_numpy(stack(x))
-    state, outputs = stack.get_initial_state(BATCH), []
-    for piece in (slice(0, 4), slice(4, 5), slice(5, LENGTH)):
-        y, state = stack(x[:, piece], state=state)
-        outputs.append(to_numpy(y))
-    np.testing.assert_allclose(np.concatenate(outputs, 1), whole, rtol=1e-4, atol=1e-5)
+    streamed, state = read_in_pieces(
+        lambda x, state: stack(x, state=state),
+        stack.get_initial_state(BATCH),
+        [x],
+        sizes=(4, 1, LENGTH - 5),
+    )
+    np.testing.assert_allclose(streamed, whole, rtol=1e-4, atol=1e-5)
     # Padding comes first: attention is causal.
     kept = MASK[:, ::-1]
     changed = np.where(kept[..., None], x, 7).astype("float32")
@@ -513,20 +517,7 @@ def test_a_functional_model_has_the_state_of_its_stack():
     stack, x = build(ReversibleStack(blocks, merge="concatenate")), inputs()
     state = stack.get_initial_state(BATCH)
     state = keras.tree.map_structure(ops.ones_like, state)
-    symbolic = keras.tree.map_structure(
-        lambda x: keras.Input(
-            batch_shape=tuple(x.shape), dtype=keras.backend.standardize_dtype(x.dtype)
-        ),
-        (ops.convert_to_tensor(x), state),
-    )
-    outputs = stack(symbolic[0], state=symbolic[1])
-    model = keras.Model(keras.tree.flatten(symbolic), outputs)
-    received = model(keras.tree.flatten((ops.convert_to_tensor(x), state)))
-    expected = stack(x, state=state)
-    keras.tree.assert_same_structure(received, expected)
-    results = map(keras.tree.flatten, (received, expected))
-    for new, old in zip(*results, strict=True):
-        np.testing.assert_allclose(to_numpy(new), to_numpy(old), rtol=1e-5, atol=1e-6)
+    check_symbolic_call(stack, x, state)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -550,19 +541,11 @@ def test_the_mask_of_an_embedding_reaches_all_blocks(training):
 
 
 def test_saving(tmp_path):
-    def restore(model):
-        model.save(tmp_path / "model.keras")
-        return keras.saving.load_model(tmp_path / "model.keras")
-
     blocks = [ReversibleBlock(Streaming(), network(i, 0.1, None)) for i in range(2)]
     stack = build(ReversibleStack([*blocks, blocks[0]], merge="concatenate"))
     sequence = keras.Input((None, DIM))
     model = keras.Model(sequence, stack(sequence))
-    again = restore(model)
-    assert len(again.weights) == len(model.weights)
-    np.testing.assert_allclose(
-        to_numpy(again(inputs())), to_numpy(model(inputs())), rtol=1e-5, atol=1e-6
-    )
+    assert_same_model(saved_and_loaded(model, tmp_path), model, inputs())
 
 
 def test_invalid_arguments():

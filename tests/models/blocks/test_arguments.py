@@ -7,25 +7,6 @@ from keras_efficient_attn import SoftmaxAttention, models
 
 pytestmark = pytest.mark.any_backend
 
-WRONG = {
-    "hidden_dim=True": lambda: models.FeedForward(True),
-    "hidden_dim=0": lambda: models.SeparableConvolution(0),
-    r"kernel_sizes=\(3, True\)": lambda: models.SeparableConvolution(
-        4, kernel_sizes=(3, True)
-    ),
-    "kernel_sizes=3": lambda: models.SeparableConvolution(4, kernel_sizes=3),
-    "kernel_size=1": lambda: models.CausalConvolution(1),
-    "max_offset=True": lambda: models.SinusoidalPositions(max_offset=True),
-    "max_length=0": lambda: models.LearnedPositions(0),
-    "num_recurrences=True": lambda: models.TransformerStack([], True),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_integers_in_their_range(message):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message]()
-
 
 def block(**options):
     return models.TransformerBlock(
@@ -37,7 +18,41 @@ def backbone(**options):
     return models.EfficientTransformerBackbone(8, 1, 1, 4, 4, **options)
 
 
-RATES = {
+WRONG = {
+    "hidden_dim=True": [lambda: models.FeedForward(True)],
+    "hidden_dim=0": [lambda: models.SeparableConvolution(0)],
+    r"kernel_sizes=\(3, True\)": [
+        lambda: models.SeparableConvolution(4, kernel_sizes=(3, True))
+    ],
+    "kernel_sizes=3": [lambda: models.SeparableConvolution(4, kernel_sizes=3)],
+    "kernel_size=1": [lambda: models.CausalConvolution(1)],
+    "max_offset=True": [lambda: models.SinusoidalPositions(max_offset=True)],
+    "max_length=0": [lambda: models.LearnedPositions(0)],
+    "num_recurrences=True": [lambda: models.TransformerStack([], True)],
+    "`gated` must be a boolean.*gated='no'": [
+        lambda: models.FeedForward(8, gated="no"),
+        lambda: models.FeedForwardOptions(gated="no"),
+    ],
+    "`chunk_size` must be an integer or None.*chunk_size=2.5": [
+        lambda: models.FeedForwardOptions(chunk_size=2.5)
+    ],
+    "`norm_epsilon` must be a number.*norm_epsilon='small'": [
+        lambda: models.ResidualOptions(norm_epsilon="small")
+    ],
+    "`norm_epsilon` must be a positive number.*norm_epsilon=0": [
+        lambda: block(norm_epsilon=0)
+    ],
+    "`scale` must be a boolean.*scale=1": [lambda: models.EmbeddingOptions(scale=1)],
+    "`each_layer` must be a boolean.*each_layer='yes'": [
+        lambda: models.PositionOptions("sinusoidal", each_layer="yes")
+    ],
+    "`causal` must be a boolean.*causal=1": [
+        lambda: block(causal=1),
+        lambda: models.SeparableConvolution(8, causal=1),
+    ],
+    "`use_bias` must be a boolean.*use_bias=1": [
+        lambda: models.SeparableConvolution(8, use_bias=1)
+    ],
     "`dropout`.*dropout=2.0": [
         lambda: models.FeedForward(8, dropout=2.0),
         lambda: block(dropout=2.0),
@@ -56,17 +71,11 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("message", RATES)
-def test_rates_of_dropout_have_the_names_of_their_arguments(message):
-    for make in RATES[message]:
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_values_are_refused_by_the_names_of_their_arguments(message):
+    for make in WRONG[message]:
         with pytest.raises(ValueError, match=message):
             make()
-
-
-@pytest.mark.parametrize("argument", ["causal", "use_bias"])
-def test_booleans_of_a_separable_convolution(argument):
-    with pytest.raises(ValueError, match=f"`{argument}` must be a boolean.*=1"):
-        models.SeparableConvolution(8, **{argument: 1})
 
 
 def test_attention_of_another_kind_is_refused():

@@ -1,6 +1,5 @@
 """Gated attention units: blocks of one gated head, without a feed-forward network."""
 
-import keras
 import numpy as np
 import pytest
 
@@ -19,6 +18,8 @@ from keras_efficient_attn.models import (
 )
 from keras_efficient_attn.models.blocks.residual import RESIDUALS
 from tests.autodiff import to_numpy
+from tests.ops.pieces import read_in_pieces
+from tests.saving import assert_same_model, saved_and_loaded
 
 WIDTH, LENGTH = 6, 9
 UNIT = dict(
@@ -109,11 +110,13 @@ def test_units_stream(attention, residual):
     stack = TransformerStack(blocks)
     stack.build((None, None, WIDTH))
     x = draw()
-    whole, state, pieces = to_numpy(stack(x)), stack.get_initial_state(2), []
-    for start, end in ((0, 4), (4, 5), (5, LENGTH)):
-        piece, state = stack(x[:, start:end], state=state)
-        pieces.append(to_numpy(piece))
-    np.testing.assert_allclose(np.concatenate(pieces, 1), whole, rtol=1e-4, atol=1e-5)
+    received, _ = read_in_pieces(
+        lambda x, state: stack(x, state=state),
+        stack.get_initial_state(2),
+        [x],
+        sizes=(4, 1, LENGTH - 5),
+    )
+    np.testing.assert_allclose(received, to_numpy(stack(x)), rtol=1e-4, atol=1e-5)
 
 
 def test_units_by_name_are_those_that_are_spelt_out():
@@ -146,11 +149,8 @@ def test_a_backbone_without_feed_forward_networks(tmp_path):
     }
     tokens = np.arange(10)[None] % 11
     inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
-    backbone.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(
-        to_numpy(loaded(inputs)), to_numpy(backbone(inputs)), rtol=1e-6
-    )
+    restored = saved_and_loaded(backbone, tmp_path)
+    assert_same_model(restored, backbone, inputs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.any_backend

@@ -10,6 +10,8 @@ from keras_efficient_attn.models import (
     LearnedPositions,
 )
 from tests.autodiff import to_numpy
+from tests.models.tasks.test_causal_lm import generate, greedy
+from tests.ops.pieces import read_in_pieces
 
 WIDTH = 6
 
@@ -41,13 +43,13 @@ def test_vectors_are_those_of_the_coordinates(shape, widths):
         rows.append(np.sum(parts, axis=0) if widths is None else np.concatenate(parts))
     expected = x + np.stack(rows)
     np.testing.assert_allclose(to_numpy(layer(x)), expected, rtol=1e-5, atol=1e-6)
-    state, pieces = layer.get_initial_state(2), []
-    for start, end in ((0, 4), (4, 5), (5, length)):
-        piece, state = layer(x[:, start:end], state=state)
-        pieces.append(to_numpy(piece))
-    np.testing.assert_allclose(
-        np.concatenate(pieces, 1), expected, rtol=1e-5, atol=1e-6
+    received, _ = read_in_pieces(
+        lambda x, state: layer(x, state=state),
+        layer.get_initial_state(2),
+        [x],
+        sizes=(4, 1, length - 5),
     )
+    np.testing.assert_allclose(received, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_offsets_stay_within_the_grid():
@@ -93,13 +95,9 @@ def test_a_backbone_streams_with_them():
     assert backbone.max_sequence_length == 12
     tokens = np.arange(12)[None] % 11
     whole = backbone({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
-    state, pieces = backbone.get_initial_state(1, max_length=12), []
-    for start, end in ((0, 5), (5, 12)):
-        piece, state = backbone.stream(tokens[:, start:end], state)
-        pieces.append(to_numpy(piece))
-    np.testing.assert_allclose(
-        np.concatenate(pieces, 1), to_numpy(whole), rtol=1e-4, atol=1e-5
-    )
+    state = backbone.get_initial_state(1, max_length=12)
+    received, _ = read_in_pieces(backbone.stream, state, [tokens], (5, 7))
+    np.testing.assert_allclose(received, to_numpy(whole), rtol=1e-4, atol=1e-5)
     again = EfficientTransformerBackbone.from_config(backbone.get_config())
     assert again.count_params() == backbone.count_params()
 
@@ -117,13 +115,8 @@ def test_generation_to_the_last_position(positions):
     model.compile(sampler="greedy")
     prompt = np.array([[3, 1, 4] + [0] * 7])
     inputs = {"token_ids": prompt, "padding_mask": (prompt > 0).astype("int32")}
-    found = to_numpy(model.generate(inputs, stop_token_ids=None)["token_ids"])
-    known = prompt.copy()
-    for i in range(3, 10):
-        mask = (np.arange(10)[None] < i).astype("int32")
-        logits = to_numpy(model({"token_ids": known, "padding_mask": mask}))
-        known[0, i] = logits[0, i - 1].argmax()
-    np.testing.assert_array_equal(found, known)
+    found = generate(model, inputs)["token_ids"]
+    np.testing.assert_array_equal(found, greedy(model, inputs))
 
 
 @pytest.mark.any_backend

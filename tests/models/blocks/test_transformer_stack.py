@@ -21,6 +21,8 @@ from keras_efficient_attn.models import (
 )
 from keras_efficient_attn.models.blocks.input_embedding import InputEmbedding
 from tests.autodiff import to_numpy
+from tests.ops.pieces import read_in_pieces
+from tests.symbolic import check_symbolic_call
 
 
 def block(residual="pre_norm", **options):
@@ -113,13 +115,13 @@ def test_three_sublayers_update_two_streams_in_turns(training):
     kept, layers = stack(x, memory=memory, return_layers=True, training=training)
     np.testing.assert_allclose(to_numpy(kept), expected, rtol=1e-5, atol=1e-6)
     assert len(layers) == 2
-    state, outputs = stack.get_initial_state(2), []
-    for segment in (x[:, :3], x[:, 3:4], x[:, 4:]):
-        output, state = stack(segment, memory=memory, state=state)
-        outputs.append(to_numpy(output))
-    np.testing.assert_allclose(
-        np.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-6
+    outputs, _ = read_in_pieces(
+        lambda x, state: stack(x, memory=memory, state=state),
+        stack.get_initial_state(2),
+        [x],
+        sizes=(3, 1, 1),
     )
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_layers_that_say_so_share_weights_with_those_of_their_class():
@@ -219,35 +221,6 @@ def test_layers_and_a_state_are_not_returned_together(kind):
     for x in (rows(), keras.Input((5, 8), batch_size=2)):
         with pytest.raises(ValueError, match="`return_layers`.*state given: True"):
             stack(x, state=state, return_layers=True)
-
-
-def symbolic(tensors):
-    return keras.tree.map_structure(
-        lambda x: keras.Input(
-            batch_shape=tuple(x.shape), dtype=keras.backend.standardize_dtype(x.dtype)
-        ),
-        tensors,
-    )
-
-
-def check_symbolic_call(layer, x, state=None, **options):
-    """A Functional model with the layer returns what the layer returns."""
-    x = keras.ops.convert_to_tensor(x)
-    tensors = {} if state is None else {"state": state}
-    inputs = symbolic((x, tensors))
-    outputs = layer(inputs[0], **inputs[1], **options)
-    received = keras.Model(keras.tree.flatten(inputs), outputs)(
-        keras.tree.flatten((x, tensors))
-    )
-    expected = layer(x, **tensors, **options)
-    keras.tree.assert_same_structure(outputs, expected)
-    keras.tree.assert_same_structure(received, expected)
-    for spec, new, old in zip(
-        *map(keras.tree.flatten, (outputs, received, expected)), strict=True
-    ):
-        assert spec.shape == tuple(old.shape)
-        assert spec.dtype == keras.backend.standardize_dtype(old.dtype)
-        np.testing.assert_allclose(to_numpy(new), to_numpy(old), rtol=1e-5, atol=1e-6)
 
 
 def reversible_stack():

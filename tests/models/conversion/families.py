@@ -216,6 +216,26 @@ def assert_same_outputs(first, second, data, tolerance=1e-5):
         np.testing.assert_allclose(new, old, rtol=0, atol=tolerance * np.max(abs(old)))
 
 
+def assert_greedy(task, data, tokens, prefix=""):
+    """Tokens of each row are its prompt's, then the likeliest of whole calls on them.
+
+    The model is causal: one call on the result has the logits of every step. It is a
+    call of the row alone, without padding.
+    """
+    given = data[f"{prefix}padding_mask"] > 0
+    for row, mask in enumerate(given):
+        prompt = data[f"{prefix}token_ids"][row][mask]
+        made = tokens[row, len(prompt) :]
+        np.testing.assert_array_equal(tokens[row, : len(prompt)], prompt)
+        assert len(made)
+        inputs = {name: array[row : row + 1] for name, array in data.items()} | {
+            f"{prefix}token_ids": tokens[row : row + 1],
+            f"{prefix}padding_mask": np.ones_like(tokens[row : row + 1]),
+        }
+        likeliest = ops.convert_to_numpy(task(inputs))[0].argmax(-1)
+        np.testing.assert_array_equal(made, likeliest[len(prompt) - 1 : -1])
+
+
 def efficient_layers(model):
     """The efficient layers that replaced a model's own, in order."""
     layers = model._flatten_layers()

@@ -9,6 +9,7 @@ from keras import ops
 from keras_efficient_attn.models import convert_backbone, replace_attention
 from keras_efficient_attn.models.conversion.sites import find_sites
 from tests.models.conversion import families
+from tests.saving import saved_and_loaded
 
 # As many codes as there are keys in the data: every key is its own code.
 EXACT_ON_ITS_DATA = "vq:window=1,num_codes=16"
@@ -205,10 +206,9 @@ def test_what_was_fitted_is_saved(name, attention, tmp_path):
     with pytest.raises(AssertionError):
         plain = convert_backbone(backbone, attention)
         families.assert_same_outputs(plain, efficient, data, 1e-3)
-    efficient.save(tmp_path / "model.keras")
     efficient.save_to_preset(str(tmp_path / "preset"))
     for loaded in (
-        keras.saving.load_model(tmp_path / "model.keras"),
+        saved_and_loaded(efficient, tmp_path),
         keras_hub.models.Backbone.from_preset(str(tmp_path / "preset")),
     ):
         families.assert_same_outputs(efficient, loaded, data)

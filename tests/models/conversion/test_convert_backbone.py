@@ -21,6 +21,7 @@ from keras_efficient_attn.models import (
 from keras_efficient_attn.models.conversion import targets
 from keras_efficient_attn.models.conversion.sites import find_sites
 from tests.models.conversion import families
+from tests.saving import saved_and_loaded
 
 INEXACT = "performer:num_features=4"
 
@@ -95,8 +96,7 @@ def test_a_family_trains_saves_and_is_reported(name, tmp_path):
     # DINOv2 derives a weight from another one on every load.
     for _ in range(2 if name == "dinov2" else 1):
         trained = efficient
-        trained.save(tmp_path / "model.keras")
-        efficient = keras.saving.load_model(tmp_path / "model.keras")
+        efficient = saved_and_loaded(trained, tmp_path)
     families.assert_same_outputs(trained, efficient, data)
 
 
@@ -165,9 +165,7 @@ def test_each_layer_may_have_another_attention(tmp_path):
     local, vq = families.efficient_layers(both)
     assert isinstance(local, LocalAttention) and local.window == 2
     assert isinstance(vq, VQAttention) and vq.num_codes == 3
-    file = tmp_path / "model.keras"
-    both.save(file)
-    families.assert_same_outputs(both, keras.saving.load_model(file), data, 1e-6)
+    families.assert_same_outputs(both, saved_and_loaded(both, tmp_path), data, 1e-6)
 
     alone = [
         convert_backbone(backbone, attention[0], [0]),
@@ -269,9 +267,7 @@ def test_quantisation_stays_and_can_be_added(name, tmp_path, monkeypatch):
     # A rounding error may lead to another quantised integer.
     families.assert_same_outputs(backbone, early, data, 0.02)
     families.assert_same_outputs(backbone, late, data, 0.02)
-    file = tmp_path / "model.keras"
-    early.save(file)
-    families.assert_same_outputs(early, keras.saving.load_model(file), data)
+    families.assert_same_outputs(early, saved_and_loaded(early, tmp_path), data)
     late.save_to_preset(tmp_path / "preset")
     loaded = type(late).from_preset(str(tmp_path / "preset"))
     families.assert_same_outputs(early, loaded, data)

@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
 from tests.models.conversion import families
+from tests.saving import saved_and_loaded
 
 LEARNED = "performer:feature_map=learned,num_features=4,window=2"
 # So small that the weights hardly change: the loss is that of the initial models.
@@ -131,8 +132,7 @@ def test_stages_train_what_they_should(tmp_path):
     assert {w.path for w in student.trainable_weights if "lora" in w.path}
     for old, new in zip(before, teacher.get_weights(), strict=True):
         np.testing.assert_array_equal(new, old)
-    student.save(tmp_path / "student.keras")
-    loaded = keras.saving.load_model(tmp_path / "student.keras")
+    loaded = saved_and_loaded(student, tmp_path)
     families.assert_same_outputs(student, loaded, data[0])
 
 

@@ -12,11 +12,13 @@ from keras_hub import models
 from keras_efficient_attn.models import convert_backbone
 from keras_efficient_attn.models.conversion.generation import CausalMethods
 from keras_efficient_attn.models.keras_hub_internals import wrap_generate_step
+from tests.models import cases
 from tests.models.conversion import families
 
 PERFORMER = "performer:feature_map=elu"
 VQ = "vq:window=2,num_codes=4"
 LENGTH = 9
+prompts = functools.partial(cases.prompts, length=LENGTH)
 
 
 def make_task(name, attention, layers=None, **options):
@@ -49,26 +51,6 @@ TASKS = {
 SEQ2SEQ_TASKS = {"bart": models.BartSeq2SeqLM, "t5": models.T5Seq2SeqLM}
 
 
-def assert_greedy(task, data, tokens, prefix=""):
-    """Tokens of each row are its prompt's, then the likeliest of whole calls on them.
-
-    The model is causal: one call on the result has the logits of every step. It is a
-    call of the row alone, without padding.
-    """
-    given = data[f"{prefix}padding_mask"] > 0
-    for row, mask in enumerate(given):
-        prompt = data[f"{prefix}token_ids"][row][mask]
-        made = tokens[row, len(prompt) :]
-        np.testing.assert_array_equal(tokens[row, : len(prompt)], prompt)
-        assert len(made)
-        inputs = {name: array[row : row + 1] for name, array in data.items()} | {
-            f"{prefix}token_ids": tokens[row : row + 1],
-            f"{prefix}padding_mask": np.ones_like(tokens[row : row + 1]),
-        }
-        likeliest = ops.convert_to_numpy(task(inputs))[0].argmax(-1)
-        np.testing.assert_array_equal(made, likeliest[len(prompt) - 1 : -1])
-
-
 def generate(task, data, prefix=""):
     if isinstance(task, models.Gemma3CausalLM):
         # Without images, `generate` of KerasHub 0.32 fails to join them.
@@ -78,17 +60,6 @@ def generate(task, data, prefix=""):
     else:
         made = task.generate(dict(data), stop_token_ids=None)
     return ops.convert_to_numpy(made[f"{prefix}token_ids"])
-
-
-def prompts(lengths, starts=None, length=LENGTH):
-    """Prompts of these lengths, after padding on the left up to their starts."""
-    random = np.random.default_rng(1)
-    tokens = random.integers(1, 50, (len(lengths), length)).astype("int32")
-    steps = np.arange(length)
-    starts = np.zeros(len(lengths)) if starts is None else np.array(starts)
-    ends = starts + np.array(lengths)
-    mask = (steps >= starts[:, None]) & (steps < ends[:, None])
-    return {"token_ids": tokens, "padding_mask": mask.astype("int32")}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +85,7 @@ def test_tokens_are_those_of_whole_calls(name, attention, layers):
     task = make_task(name, attention, layers)
     # Padding on the right of two prompts, on both sides of another.
     data = prompts([2, 5, 3], starts=[0, 0, 2])
-    assert_greedy(task, data, generate(task, data))
+    families.assert_greedy(task, data, generate(task, data))
 
 
 def test_a_pattern_mixes_states_with_keys_and_values():
@@ -122,7 +93,7 @@ def test_a_pattern_mixes_states_with_keys_and_values():
     task = make_task("gpt2", pattern, num_layers=4)
     assert task.backbone.attention_layers == [0, 1, 3]
     data = prompts([2, 5, 3], starts=[0, 0, 2])
-    assert_greedy(task, data, generate(task, data))
+    families.assert_greedy(task, data, generate(task, data))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +113,7 @@ def test_a_decoder_with_an_encoder(name, attention, layers):
     data = families.inputs(converted)
     decoder = prompts([2, 3], starts=[0, 1], length=7)
     data |= {f"decoder_{name}": array for name, array in decoder.items()}
-    assert_greedy(task, data, generate(task, data, "decoder_"), "decoder_")
+    families.assert_greedy(task, data, generate(task, data, "decoder_"), "decoder_")
 
 
 def test_prompts_are_read_in_segments():
@@ -159,7 +130,7 @@ def test_prompts_are_read_in_segments():
         return stream(x, *arguments)
 
     layer.stream = record_length
-    assert_greedy(task, data, generate(task, data))
+    families.assert_greedy(task, data, generate(task, data))
     # A backend that compiles runs each length once.
     assert lengths[:2] == [128, 16]
     assert set(lengths[2:]) == {1}
@@ -172,7 +143,7 @@ def test_rows_are_as_long_as_max_length_says(name):
     tokens = generate(task, data)
     np.testing.assert_array_equal(tokens[0], data["token_ids"][0])
     data = {name: array[1:] for name, array in data.items()}
-    assert_greedy(task, data, tokens[1:])
+    families.assert_greedy(task, data, tokens[1:])
 
 
 def test_stop_tokens_end_each_row_by_itself():
@@ -200,7 +171,7 @@ def test_samplers_that_reorder_the_cache(sampler):
     task = make_task("gpt2", VQ, [1], num_layers=2)
     task.compile(sampler=samplers[sampler])
     data = prompts([3, 4])
-    assert_greedy(task, data, generate(task, data))
+    families.assert_greedy(task, data, generate(task, data))
 
 
 def test_beams_give_the_likeliest_tokens():
@@ -261,7 +232,7 @@ def test_other_backbones_generate_as_before():
     task = models.GPT2CausalLM(families.make("gpt2", num_layers=1))
     task.compile(sampler="greedy")
     data = prompts([3, 2])
-    assert_greedy(task, data, generate(task, data))
+    families.assert_greedy(task, data, generate(task, data))
 
 
 @pytest.mark.any_backend

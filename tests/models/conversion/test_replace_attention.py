@@ -9,6 +9,7 @@ from keras import ops
 from keras_efficient_attn import LocalAttention
 from keras_efficient_attn.models import convert_backbone, replace_attention
 from tests.models.conversion import families
+from tests.saving import saved_and_loaded
 
 LAYER = keras.layers.MultiHeadAttention
 
@@ -136,9 +137,7 @@ def test_what_is_saved_loads_with_the_new_attention(tmp_path):
     )
     model.compile("sgd", "mse")
     expected = ops.convert_to_numpy(model([x, mask]))
-    model.save(tmp_path / "model.keras")
-    options = {"Blocks": Blocks}
-    loaded = keras.saving.load_model(tmp_path / "model.keras", options)
+    loaded = saved_and_loaded(model, tmp_path, {"Blocks": Blocks})
     names = [type(layer).__name__ for layer in families.efficient_layers(loaded)]
     assert names == ["LocalAttention", "VQAttention"] * 2
     after = ops.convert_to_numpy(loaded([x, mask]))
@@ -146,8 +145,7 @@ def test_what_is_saved_loads_with_the_new_attention(tmp_path):
     # It trains, and saves again.
     loaded.fit([x, mask], expected, verbose=0)
     expected = ops.convert_to_numpy(loaded([x, mask]))
-    loaded.save(tmp_path / "again.keras")
-    again = keras.saving.load_model(tmp_path / "again.keras", options)
+    again = saved_and_loaded(loaded, tmp_path, {"Blocks": Blocks})
     after = ops.convert_to_numpy(again([x, mask]))
     np.testing.assert_allclose(after, expected, atol=1e-6 * np.max(abs(expected)))
 
@@ -166,12 +164,9 @@ def test_a_block_and_a_subclassed_model_load(tmp_path):
     encoder(x)
     families.randomize(encoder)
     replace_attention(encoder, "local:window=2")
-    for number, model in enumerate((around, encoder)):
+    for model in (around, encoder):
         expected = ops.convert_to_numpy(model(x))
-        model.save(tmp_path / f"{number}.keras")
-        loaded = keras.saving.load_model(
-            tmp_path / f"{number}.keras", {"Encoder": Encoder}
-        )
+        loaded = saved_and_loaded(model, tmp_path, {"Encoder": Encoder})
         assert [layer.window for layer in families.efficient_layers(loaded)] == [2]
         after = ops.convert_to_numpy(loaded(x))
         np.testing.assert_allclose(after, expected, atol=1e-6 * np.max(abs(expected)))

@@ -8,6 +8,7 @@ from keras_hub import models
 
 from keras_efficient_attn.models import convert_backbone
 from tests.models.conversion import families
+from tests.saving import saved_and_loaded
 
 # Not exact, so that the new computation is visible.
 PERFORMER = "performer:window=2,num_features=4"
@@ -60,9 +61,7 @@ def test_a_classifier_trains_and_comes_back_from_a_preset(tmp_path):
     found = keras_hub.models.TextClassifierPreprocessor.from_preset(folder)
     assert type(found) is models.BertTextClassifierPreprocessor
 
-    file = tmp_path / "task.keras"
-    task.save(file)
-    other = keras.saving.load_model(file)
+    other = saved_and_loaded(task, tmp_path)
     np.testing.assert_allclose(array(other(data)), expected, rtol=0, atol=1e-5)
 
 

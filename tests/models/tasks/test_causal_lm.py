@@ -1,5 +1,7 @@
 """Generation with the layers' states equals calls on the whole sequence."""
 
+import functools
+
 import keras_hub
 import numpy as np
 import pytest
@@ -12,9 +14,12 @@ from keras_efficient_attn.models import (
 )
 from keras_efficient_attn.models.tasks import prompts as prompts_module
 from tests.autodiff import compile_step, to_numpy
+from tests.models import cases
 from tests.models.cases import DECODERS, inputs, make_backbone
+from tests.ops.pieces import read_in_pieces
 
 LENGTH = 16
+prompts = functools.partial(cases.prompts, length=LENGTH)
 samplers = keras_hub.samplers
 
 
@@ -22,13 +27,6 @@ samplers = keras_hub.samplers
 def short_prompt_chunks(monkeypatch):
     """Makes a test's prompt have segments and a remainder."""
     monkeypatch.setattr(prompts_module, "SEGMENT_LENGTHS", (6, 3))
-
-
-def prompts(lengths, length=LENGTH):
-    """Tokens and mask of prompts of these lengths, in rows of `length`."""
-    mask = (np.arange(length) < np.array(lengths)[:, None]).astype("int32")
-    tokens = np.random.default_rng(1).integers(1, 50, mask.shape).astype("int32")
-    return {"token_ids": tokens * mask, "padding_mask": mask}
 
 
 def whole_sequence_calls(model, sampler, data):
@@ -99,13 +97,9 @@ def test_segments_give_what_the_whole_sequence_gives():
     data["padding_mask"] = np.ones_like(data["padding_mask"])
     tokens = data["token_ids"]
     expected = to_numpy(backbone(data))
-    state, received = backbone.get_initial_state(2, tokens.shape[1]), []
-    for segment in (tokens[:, :5], tokens[:, 5:6], tokens[:, 6:]):
-        hidden, state = backbone.stream(segment, state)
-        received.append(to_numpy(hidden))
-    np.testing.assert_allclose(
-        np.concatenate(received, axis=1), expected, rtol=1e-3, atol=1e-4
-    )
+    state = backbone.get_initial_state(2, tokens.shape[1])
+    received, _ = read_in_pieces(backbone.stream, state, [tokens], (5, 1, 7))
+    np.testing.assert_allclose(received, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from keras_efficient_attn.models import (
     EfficientByteTokenizer,
     EfficientSeq2SeqLM,
     EfficientSeq2SeqLMPreprocessor,
+    FeedForwardOptions,
     PositionOptions,
     RecurrenceOptions,
     preset_names,
@@ -16,14 +17,16 @@ from keras_efficient_attn.models import (
 from keras_efficient_attn.models.tasks import prompts as prompts_module
 from tests.autodiff import to_numpy
 from tests.models.cases import ELU, make_backbone
+from tests.saving import saved_and_loaded
 
 LENGTH = 9
 samplers = keras_hub.samplers
 CASES = {
     "linear": {},
     "universal": dict(
-        recurrence=RecurrenceOptions(2, "learned", {"halting_bias": -0.5}),
+        recurrence=RecurrenceOptions(2, "sinusoidal", {"halting_bias": -0.5}),
         positions=PositionOptions("sinusoidal", each_layer=True),
+        feed_forward=FeedForwardOptions(separable_convolution=True),
     ),
     "reversible": dict(
         num_layers=2,
@@ -162,10 +165,9 @@ def test_it_comes_back_from_preset_and_file(text_model, tmp_path):
     data = pairs()
     expected = to_numpy(text_model(data))
     text_model.save_to_preset(tmp_path / "preset")
-    text_model.save(tmp_path / "task.keras")
     for again in (
         EfficientSeq2SeqLM.from_preset(tmp_path / "preset"),
-        keras.saving.load_model(tmp_path / "task.keras"),
+        saved_and_loaded(text_model, tmp_path),
     ):
         assert type(again) is EfficientSeq2SeqLM
         assert type(again.preprocessor) is EfficientSeq2SeqLMPreprocessor
@@ -290,3 +292,7 @@ def test_what_cannot_generate_says_so():
     model = make_model(positions=learned)
     with pytest.raises(ValueError, match=f"max_length={LENGTH}"):
         model.generate(pairs(), stop_token_ids=None)
+    backbone = make_model().backbone
+    state = backbone.get_initial_state(2)
+    with pytest.raises(ValueError, match="memory"):
+        backbone.stream(np.ones((2, 1), "int32"), state)

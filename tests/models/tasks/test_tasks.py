@@ -26,6 +26,7 @@ from keras_efficient_attn.models import (
 from keras_efficient_attn.models.files import FOLDER
 from tests.autodiff import to_numpy
 from tests.models.cases import CASES, inputs, make_backbone, randomize
+from tests.saving import assert_same_model, saved_and_loaded
 
 TEXTS = ["The quick brown fox", "def f(x): return x", "naïve"]
 
@@ -68,8 +69,7 @@ def test_training_goes_on_after_loading(kind, tmp_path):
     task.compile(keras.optimizers.AdamW(3e-3), **options)
     shape = to_numpy(task(data)).shape[:-1]
     task.train_on_batch(data, np.zeros(shape, "int32"))
-    task.save(tmp_path / "task.keras")
-    again = keras.saving.load_model(tmp_path / "task.keras")
+    again = saved_and_loaded(task, tmp_path)
     assert isinstance(again.optimizer, keras.optimizers.AdamW)
     saved, loaded = task.optimizer.variables, again.optimizer.variables
     assert len(loaded) == len(saved) > 2 * len(task.trainable_variables)
@@ -102,11 +102,7 @@ def test_a_task_comes_back_from_a_preset(kind, tmp_path):
 
 def test_a_task_comes_back_from_a_file(tmp_path):
     task, data = make_task(EfficientTextClassifier), task_inputs(None)
-    task.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(
-        to_numpy(restored(data)), to_numpy(task(data)), rtol=1e-5, atol=1e-6
-    )
+    assert_same_model(saved_and_loaded(task, tmp_path), task, data)
 
 
 @pytest.mark.any_backend
@@ -143,10 +139,9 @@ def test_a_quantised_backbone_comes_back(tmp_path):
     expected = to_numpy(backbone(data))
     assert 0 < np.abs(expected - full).max() < 0.3 * np.abs(full).max()
     backbone.save_to_preset(tmp_path)
-    backbone.save(tmp_path / "model.keras")
     for restored in (
         EfficientTransformerBackbone.from_preset(tmp_path),
-        keras.saving.load_model(tmp_path / "model.keras"),
+        saved_and_loaded(backbone, tmp_path),
     ):
         np.testing.assert_allclose(
             to_numpy(restored(data)), expected, rtol=1e-4, atol=1e-5
