@@ -162,7 +162,8 @@ def summary(rows, costs, short=False):
         cells.append(f"{size / 1024:,.0f}")
         if not short:
             causal = "always" if CANDIDATES[name].causal_only else "optional"
-            cells += [yes(replaces), causal, min(map(len, row.values()))]
+            seeds = [len(row[part]) for part, _ in chosen if row.get(part)]
+            cells += [yes(replaces), causal, min(seeds, default="-")]
         lines.append([name, *cells])
     # Without columns of what nobody has measured.
     columns = [
