@@ -14,9 +14,9 @@ import verdict_run
 from keras_efficient_attn.benchmark import Comparison, Record
 from keras_efficient_attn.benchmark.report import write_json
 from keras_efficient_attn.benchmark.settings import Settings
-from keras_efficient_attn.layers import attention_names
 from keras_efficient_attn.layers.attention.registry import attention_class
 from tests.autodiff import to_numpy
+from tests.registered import own_attention_names
 from verdict import both_ways, cost, language, listops, models
 from verdict.candidates import CANDIDATES
 from verdict.runs import Runs
@@ -53,13 +53,7 @@ def test_every_registered_layer_is_a_candidate():
     names = set()
     for candidate in CANDIDATES.values():
         names |= names_of(candidate.attention) | names_of(candidate.without)
-    # Tests register layers of their own.
-    package = {
-        name
-        for name in attention_names()
-        if attention_class(name).__module__.startswith("keras_efficient_attn.")
-    }
-    assert names == package
+    assert names == set(own_attention_names())
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
