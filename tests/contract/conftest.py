@@ -7,6 +7,8 @@ from keras_efficient_attn.ops.common.feature_kernels import choice
 from tests.contract.cases import CASES, case_of, ids
 
 
+# Before the marks of `tests/conftest.py`, which depend on these.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Marks variants, and deselects them in tests marked `once_a_layer`."""
     for item in items:

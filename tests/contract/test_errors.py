@@ -61,17 +61,13 @@ def test_constructor(case, options, message):
 
 def test_masks_of_other_shapes(case):
     x, by_keys = inputs(), r"`key_mask`.*attention_mask\.shape=\("
-    of_keys = "`attention_mask` must have the keys'"
+    wrong_keys = "`attention_mask` must have the keys'"
     for name, shape, message in (
         ("attention_mask", (LENGTH, LENGTH), by_keys),
         ("attention_mask", (BATCH, LENGTH, LENGTH), by_keys),
         ("attention_mask", (BATCH, 1, LENGTH, LENGTH), by_keys),
-        ("attention_mask", (BATCH, 1, 5), of_keys),
-        (
-            "attention_mask",
-            (BATCH + 1, 1, LENGTH),
-            "`attention_mask` must have the keys'",
-        ),
+        ("attention_mask", (BATCH, 1, 5), wrong_keys),
+        ("attention_mask", (BATCH + 1, 1, LENGTH), wrong_keys),
         ("key_mask", (BATCH, 5), r"key_mask\.shape=\(2, 5\)"),
     ):
         with pytest.raises(ValueError, match=message):

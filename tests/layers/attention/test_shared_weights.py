@@ -58,8 +58,8 @@ SAVED = {
     # Each has a halting unit.
     "adaptive": (lambda: one_layer_in_two(lambda x: AdaptiveComputationTime(x, 3)), 6),
     "reversible": (reversible, 6),
-    # Of a block: four projections, one of positions, two dense layers and two norms. Of
-    # the stack: the biases u and v, and a norm.
+    # A block has four projections, one of positions, two dense layers and two norms;
+    # the stack has the biases u and v, and a norm.
     "xl-stack": (
         lambda: stacked(lambda: RelativePositionXL(2, 4, biases="shared")),
         2 * (4 * 2 + 1 + 2 * 2 + 2 * 2) + 2 + 2,
