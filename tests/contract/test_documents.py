@@ -103,13 +103,15 @@ def test_gradients_are_those_of_documents_alone(case):
 
     gradient_of = weight_gradient_function(loss, layer)
     floats = [t.astype("float32") for t in (mask, ids)]
-    gradient, _, _, _, *of_weights = gradient_of(x, weight, *floats)
+    gradient, _, _, _, *weight_gradients = gradient_of(x, weight, *floats)
     np.testing.assert_array_equal(gradient[~mask], 0.0)
     rows, exists = alone([x, weight], ids, mask)
     floats = [t.astype("float32") for t in (exists, np.zeros(exists.shape))]
-    expected, _, _, _, *expected_of_weights = gradient_of(*rows, *floats)
+    expected, _, _, _, *expected_gradients = gradient_of(*rows, *floats)
     (gradient,), _ = alone([gradient], ids, mask)
-    assert_gradients_close([gradient, *of_weights], [expected, *expected_of_weights])
+    assert_gradients_close(
+        [gradient, *weight_gradients], [expected, *expected_gradients]
+    )
 
 
 @pytest.mark.once_a_layer

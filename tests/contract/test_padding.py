@@ -58,11 +58,11 @@ def test_padding_is_not_read_and_gets_no_gradient(setting):
     for filler in (1e9, np.nan):
         output = to_numpy(call(pad(x, filler), mask))
         np.testing.assert_array_equal(output[MASK], clean[MASK])
-    expected, _, *expected_of_weights = gradient_of(pad(x, 0), mask)
+    expected, _, *expected_gradients = gradient_of(pad(x, 0), mask)
     gradient, _, *grad_weights = gradient_of(pad(x, np.nan), mask)
     assert np.all(gradient[~MASK] == 0)
     np.testing.assert_array_equal(gradient, expected)
-    for poisoned, correct in zip(grad_weights, expected_of_weights, strict=True):
+    for poisoned, correct in zip(grad_weights, expected_gradients, strict=True):
         np.testing.assert_array_equal(poisoned, correct)
 
     # No key at all: the heads are zero, and only the output's bias has a gradient.

@@ -59,15 +59,17 @@ def test_gradients_are_those_of_what_exists(case):
         return ops.sum(output * weight)
 
     gradient_of = weight_gradient_function(loss, layer)
-    gradient, _, _, *of_weights = gradient_of(x, weight, mask.astype("float32"))
+    gradient, _, _, *weight_gradients = gradient_of(x, weight, mask.astype("float32"))
     np.testing.assert_array_equal(gradient[~mask], 0.0)
     # The same rows with all that exists at the front.
     order = np.argsort(~mask, axis=1, kind="stable")
     front = (np.take_along_axis(t, order[..., None], axis=1) for t in (x, weight))
     at_front = np.sort(mask, axis=1)[:, ::-1].astype("float32")
-    expected, _, _, *expected_of_weights = gradient_of(*front, at_front)
+    expected, _, _, *expected_gradients = gradient_of(*front, at_front)
     gradient = np.take_along_axis(gradient, order[..., None], axis=1)
-    assert_gradients_close([gradient, *of_weights], [expected, *expected_of_weights])
+    assert_gradients_close(
+        [gradient, *weight_gradients], [expected, *expected_gradients]
+    )
 
 
 @pytest.mark.once_a_layer
