@@ -85,7 +85,8 @@ def kernel_cycles(text, folder):
     """Cycles of each handwritten kernel: bundles of its schedule times its programs.
 
     A bundle takes a cycle if it does not wait, such as for memory. The schedule has
-    all branches of a program, and the body of a loop once.
+    all branches of a program, and the body of a loop once. The compiler compiles equal
+    kernels once, under the name of one of them.
 
     Args:
         text: The compiled program as text.
@@ -94,16 +95,21 @@ def kernel_cycles(text, folder):
     Returns:
         Dict of the kernels' names.
     """
-    return {
-        name: _bundles(name, folder) * _programs(base64.b64decode(body))
-        for name, body in _KERNEL_BODY.findall(text)
-    }
+    kernels = _KERNEL_BODY.findall(text)
+    cycles = {}
+    for body in {body for _, body in kernels}:
+        names = [name for name, own in kernels if own == body]
+        bundles = _bundles(names, folder) * _programs(base64.b64decode(body))
+        cycles.update(dict.fromkeys(names, bundles))
+    return cycles
 
 
-def _bundles(name, folder):
-    for file in folder.glob(f"*-{name}-*schedule-analysis_final_bundles.txt"):
-        return int(_BUNDLES.search(file.read_text())[1])
-    raise RuntimeError(f"the compiler wrote no schedule of the kernel {name}")
+def _bundles(names, folder):
+    """The bundles of equal kernels, of which one has a schedule."""
+    for name in names:
+        for file in folder.glob(f"*-{name}-*schedule-analysis_final_bundles.txt"):
+            return int(_BUNDLES.search(file.read_text())[1])
+    raise RuntimeError(f"the compiler wrote no schedule of the kernel {names[0]}")
 
 
 def _programs(kernel):

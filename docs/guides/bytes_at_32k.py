@@ -1,6 +1,6 @@
 """
 Title: Train on rows of 32,768 bytes
-Description: A language model that reads whole files, byte by byte, on one machine.
+Description: A language model trained on rows of 32,768 bytes, on one machine.
 """
 
 """
@@ -95,7 +95,7 @@ model = build_model()
 """
 ## Time a step
 
-A step has one row. The first step compiles, and does not count.
+A step has one row. The first step is excluded, because it compiles.
 """
 
 

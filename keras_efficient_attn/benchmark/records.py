@@ -169,7 +169,7 @@ def time_ratios(comparison, before):
         if new != old:
             raise ValueError(
                 f"The runs to compare must have the same {name}. Received: {new!r} "
-                f"now, {old!r} before"
+                f"in this run, {old!r} in the earlier one"
             )
     units = [_matmul_seconds(run) for run in (comparison, before)]
     ratios = {}

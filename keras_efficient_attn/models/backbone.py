@@ -123,11 +123,11 @@ class EfficientTransformerBackbone(
 
     Call arguments:
         inputs: Dict of integers `token_ids` and `padding_mask` (1, and 0 at padding,
-            which stands on the right), `(batch, length)`; both may be `None` in
-            shape. With `"encoder_decoder"`: `encoder_token_ids`,
-            `encoder_padding_mask`, `decoder_token_ids`, `decoder_padding_mask`.
-            With `takes_documents`, optionally integers `document_ids`: a document
-            begins where they change, and gives what it gives alone.
+            anywhere in a row), `(batch, length)`; both may be `None` in shape. With
+            `"encoder_decoder"`: `encoder_token_ids`, `encoder_padding_mask`,
+            `decoder_token_ids`, `decoder_padding_mask`. With `takes_documents`,
+            optionally integers `document_ids`: a document begins where they change,
+            and has the outputs of a row of its own.
 
     Returns:
         `(batch, length, hidden_dim)`; twice as wide with concatenated streams of

@@ -49,7 +49,7 @@ def test_a_run_is_compared_with_an_earlier_one(in_process, tmp_path, capsys):
     assert (name, length) == (FAVOR, "8") and float(ratio) > 10
     # Another shape, and no file of the command.
     assert cli.main([*arguments, "--heads", "4", "--against", str(file)]) == 2
-    assert "same heads. Received: 4 now, 2 before" in capsys.readouterr().err
+    assert "same heads. Received: 4 in this run, 2" in capsys.readouterr().err
     file.write_text("{}")
     assert cli.main([*arguments, "--against", str(file)]) == 2
     assert "is not a file that this command wrote" in capsys.readouterr().err

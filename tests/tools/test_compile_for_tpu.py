@@ -49,6 +49,10 @@ def test_the_cycles_of_a_kernel_are_its_bundles_times_its_programs(tmp_path):
     schedule = tmp_path / "1-kernel.1-02-schedule-analysis_final_bundles.txt"
     schedule.write_text("total scheduled bundles:    70\n")
     assert kernel_cycles(program, tmp_path) == {"kernel.1": 70 * (24 // 8)}
+    # Of equal kernels, one has a schedule.
+    again = program.replace("kernel.1", "kernel.2")
+    both = dict.fromkeys(("kernel.2", "kernel.1"), 70 * (24 // 8))
+    assert kernel_cycles(f"{again}\n{program}", tmp_path) == both
 
 
 def lowered_kernel(rows, block):
@@ -164,7 +168,7 @@ def test_other_shapes_and_measured_times_are_not_compared(compiler, tmp_path, ca
     compile_for_tpu.main([*arguments, "--save", str(file)])
     against = [*arguments, "--against", str(file)]
     assert compile_for_tpu.main([*against, "--heads", "3"]) == 2
-    assert "same heads. Received: 3 now, 8 before" in capsys.readouterr().err
+    assert "same heads. Received: 3 in this run, 8" in capsys.readouterr().err
     assert compile_for_tpu.main([*against, "--devices", "1", "2"]) == 2
     assert "tpu-v5e with --devices [1, 2]" in capsys.readouterr().err
     content = json.loads(file.read_text())

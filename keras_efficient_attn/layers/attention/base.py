@@ -158,10 +158,10 @@ class EfficientAttention(
             own states.
         document_ids: Optional integers `(batch, length)` of rows that hold several
             documents, one after the other; a document begins where they change. Each
-            document gives what it gives alone. For calls on one sequence: causal, or
-            with `query` as `value` or `key`. With a `state`, 0 is the document that
-            the state was made of, so that the first id says whether it goes on; the
-            state that is returned is the last document's.
+            document has the outputs that it has in a row of its own. For calls on one
+            sequence: causal, or with `query` as `value` or `key`. With a `state`, id 0
+            continues the document of the state; the state that is returned is the last
+            document's.
 
     Returns:
         `output` `(batch, query_length, output_dim)`; `(output, scores)` with

@@ -32,7 +32,7 @@ from keras_efficient_attn.ops.linear_attention.feature_maps import (
 )
 
 RADIUS_SHARING = ("layer", "head", "dimension")
-# With fewer, the linear form of short heads would be noise.
+# With fewer, the linear form of short heads is too inaccurate.
 LEAST_FREQUENCIES = 8
 
 
@@ -117,7 +117,7 @@ class FourierAttention(EfficientAttention):
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
-        the new state if they are asked for.
+        the new state on request.
 
     Raises:
         ValueError: If an argument is invalid, or given for a form that does not use it;
@@ -333,7 +333,7 @@ class FourierAttention(EfficientAttention):
         )
         if error >= 1:
             raise ValueError(
-                "The weights of the linear form would be noise: for standard normal "
+                "The linear form would be too inaccurate: for standard normal "
                 f"queries and keys their relative error is {error:.1f}. Received: "
                 f"initial_radius={self._first_radius}, key_dim={self._key_dim}, "
                 f"num_frequencies={self._frequency_count}, power={self.power}. Use a "

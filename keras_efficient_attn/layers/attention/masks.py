@@ -52,7 +52,7 @@ def check_document_ids(layer, ids, inputs, causal):
     if not layer.takes_documents:
         raise ValueError(
             f"{name} cannot keep the documents of a row apart: pass one document in "
-            f"each row, without `document_ids`"
+            "each row. Received: `document_ids`"
         )
     if not keras.backend.is_int_dtype(ids.dtype):
         raise TypeError(

@@ -120,7 +120,7 @@ class ReformerLSHAttention(EfficientAttention):
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
-        the new state if they are asked for.
+        the new state on request.
 
     Raises:
         ValueError: If an argument is invalid; on a call if `key` is not `query`,

@@ -133,7 +133,9 @@ def _parse_options(identifier, text, layer_class):
                 f"{item!r}"
             )
         if name in options:
-            raise ValueError(f"{identifier}: the option {name!r} is given twice")
+            raise ValueError(
+                f"{identifier}: give the option {name!r} once. Received: it twice"
+            )
         if name not in known:
             raise ValueError(
                 f"{identifier}: there is no option {name!r}; choose from "

@@ -64,7 +64,7 @@ class SparseAttention(PatternAttention):
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
-        the new state if they are asked for.
+        the new state on request.
 
     Raises:
         ValueError: For arguments that define no pattern.

@@ -75,7 +75,8 @@ class StreamingState:
         spec = self.state_spec(batch_size, max_length)
         if spec is None:
             raise ValueError(
-                f"{name} does not stream: call it on whole sequences, without `state`."
+                f"{name} has no state with these options: call it on whole sequences, "
+                f"without `state`. Received: max_length={max_length}"
             )
         return make_state(spec)
 

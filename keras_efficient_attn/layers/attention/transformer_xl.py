@@ -121,7 +121,7 @@ class RelativePositionXL(EfficientAttention):
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
-        the new state if they are asked for.
+        the new state on request.
 
     Raises:
         ValueError: For an unsupported value of an argument above, or a state of another

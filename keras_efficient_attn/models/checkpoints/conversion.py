@@ -31,7 +31,7 @@ def family_of(config):
     if model_type not in FAMILIES:
         raise ValueError(
             f"`model_type` of config.json must be one of {', '.join(sorted(FAMILIES))};"
-            " KerasHub reads others. Received: model_type="
+            " load other types with KerasHub. Received: model_type="
             f"{model_type!r}"
         )
     return FAMILIES[model_type]

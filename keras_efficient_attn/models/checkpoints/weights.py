@@ -118,8 +118,9 @@ def load_weights(weights, files, ignored=()):
     left = files.names - known - set(ignored)
     if left:
         raise ValueError(
-            "The model has no place for some of the checkpoint's tensors, and would "
-            f"not be the model that was trained. Received: {', '.join(sorted(left))}"
+            "The model has no counterpart for these tensors of the checkpoint: check "
+            "`model_type` and the options of config.json. Received: "
+            f"{', '.join(sorted(left))}"
         )
     for name, weight in found.items():
         weight.defer(functools.partial(files.read, name))

@@ -429,7 +429,7 @@ class T5Adapter(AttentionAdapter):
         if site.bias_weights is None:
             raise ValueError(
                 "The first layer of the stack holds the bias of this layer's logits, "
-                "and is not part of what is converted: convert the whole model. "
+                "and is not being converted: convert the whole model. "
                 f"Received: {site.layer.path}"
             )
         attention.window_bias = self._bias

@@ -95,8 +95,9 @@ def distill(
         window_dropout: The rate at first, from 0 to 1. Defaults to 0.5.
         backup_dir: Folder of checkpoints after each epoch, one file per stage, of what
             training changes: the same call with a student that is converted alike
-            goes on from there, to the same weights if `data` has the same order
-            again (a generator is to begin anew: what was read of it is skipped).
+            resumes from it, and ends with the same weights if `data` has the same
+            order (a generator must restart at its first batch; batches already used
+            are skipped).
             Defaults to `None`: none.
         callbacks: List of Keras' callbacks, for both stages. Defaults to `None`.
         verbose: As for `fit`.

@@ -93,7 +93,10 @@ class DistillationStage(keras.Model):
         gradients would then stay zero.
         """
         if not overwrite and os.path.exists(filepath):
-            raise FileExistsError(f"`filepath` exists. Received: filepath={filepath}")
+            raise FileExistsError(
+                "`filepath` exists: choose another, or remove the file. Received: "
+                f"filepath={filepath}"
+            )
         arrays = [_wide_array(variable) for variable in self._changing_variables]
         # A run that is killed while it writes leaves the file before as it was.
         unfinished = f"{filepath}.unfinished"

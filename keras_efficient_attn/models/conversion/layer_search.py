@@ -42,8 +42,9 @@ def select_layers(budget, targets, converted, inputs):
     order = sorted(range(number), key=alone.__getitem__)
     if alone[order[0]] > budget:
         raise ValueError(
-            "No layer can be replaced within the budget: the least error is "
-            f"{alone[order[0]]:.3g}, of layer {order[0]}. Received: budget={budget}"
+            "No layer can be replaced within the budget: raise it to the smallest "
+            f"error, {alone[order[0]]:.3g} of layer {order[0]}, or more. Received: "
+            f"budget={budget}"
         )
     most, too_many = 1, len(order) + 1
     while too_many - most > 1:

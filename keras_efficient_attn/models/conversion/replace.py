@@ -41,12 +41,12 @@ def replace_attention(model, attention, layers=None, calibrate=None):
 
     The model has to be compiled again. It saves, and loads with its new attention
     once `keras_efficient_attn.models` is imported: its class becomes a subclass that
-    writes the configuration from before, and what was replaced. That holds for the
+    writes the original configuration, and what was replaced. That holds for the
     model that is passed, or a model around it, and not for a layer or block of it that
     is saved alone. A model without `get_config`, which Keras cannot load either, does
     not. `trainable` of its layers is saved as it was before. `keras.models.clone_model`
-    makes the attention from before; `type(model).from_config(model.get_config())` the
-    new one.
+    makes the original attention; `type(model).from_config(model.get_config())` the new
+    one.
 
     Args:
         model: A built model or layer.

@@ -117,8 +117,8 @@ class AttentionSite:
             in_graph = isinstance(parent, keras.Function)
             if not in_graph and not attributes_that_hold(parent, self.layer):
                 raise ValueError(
-                    f"{parent.name} does not hold its attention layer as an "
-                    "attribute, or in a list, tuple or dict that is one. Received: "
+                    f"{parent.name} must store its attention layer in an attribute, or "
+                    "in a list, tuple or dict that is an attribute. Received: "
                     f"{self.layer.path}"
                 )
 

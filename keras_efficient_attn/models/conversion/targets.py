@@ -178,7 +178,8 @@ class ConversionTargets:
             ):
                 raise ValueError(
                     "The layers of a stack share the bias of their logits by distance, "
-                    f"and must be replaced together: {stack} in {self.model.name}. "
+                    f"and must be replaced together: pass all of {stack} of "
+                    f"{self.model.name}. "
                     f"Received: layers={self.indices}"
                 )
 

@@ -287,9 +287,9 @@ def check_can_fit(adapters):
     """Raises `ValueError` if no layer has anything to fit."""
     if not can_fit(adapters):
         raise ValueError(
-            f"{layer_names(adapters)} with these options cannot be calibrated: leave "
-            "out `calibrate`, or use VQAttention or PerformerAttention with "
-            "`calibrated=True`."
+            "None of the layers can be calibrated: leave out `calibrate`, or use "
+            "VQAttention or PerformerAttention with `calibrated=True`. Received: "
+            f"{layer_names(adapters)}"
         )
 
 

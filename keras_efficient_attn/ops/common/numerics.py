@@ -156,24 +156,26 @@ def inner_products(first, second):
     return ops.sum(first * second, axis=-1, keepdims=True)
 
 
-def norm_of_heads(x, gain, epsilon, centered):
+def norm_of_heads(x, gain, epsilon, centered, dtype):
     """`gain (x − μ) / √(mean of (x − μ)² + epsilon)` along the last axis.
 
-    In the dtype of accumulators. Vectors of 0 have no direction: their gradients are
-    0: behind a norm of queries, the derivatives of the two norms at 0 would multiply.
+    Computed in the dtype of accumulators. Vectors of 0 have no direction: their
+    gradients are 0, because behind a norm of queries the derivatives of the two norms
+    at 0 would multiply.
 
     Args:
         x: `(..., heads, dim)`.
         gain: `(heads, dim)`, `(dim,)` or `None`.
         epsilon: Positive number.
         centered: Whether μ is the mean of the vector; it is 0 otherwise.
+        dtype: Of the result, and so of its gradient, which programs keep.
     """
     x = ops.cast(x, accumulator_dtype(x))
     if centered:
         x = x - mean_of_channels(x)
     power = ops.sum(ops.square(x), axis=-1, keepdims=True) / x.shape[-1]
     x = x * (ops.sign(power) * ops.rsqrt(power + epsilon))
-    return x if gain is None else x * ops.cast(gain, x.dtype)
+    return ops.cast(x if gain is None else x * ops.cast(gain, x.dtype), dtype)
 
 
 # `x * factor` for factors `(..., 1)`, whose gradient is an `inner_products`.
@@ -192,9 +194,9 @@ if BACKEND == "jax":
 
     scale_vectors.defvjp(_scale_forward, _scale_backward)
     # XLA passes over the heads more often for the derivative of each step.
-    norm_of_heads = jax.custom_vjp(norm_of_heads, nondiff_argnums=(2, 3))
+    norm_of_heads = jax.custom_vjp(norm_of_heads, nondiff_argnums=(2, 3, 4))
 
-    def _norm_forward(x, gain, epsilon, centered):
+    def _norm_forward(x, gain, epsilon, centered, dtype):
         wide = x.astype(accumulator_dtype(x))
         mean = mean_of_channels(wide) if centered else None
         wide = wide - mean if centered else wide
@@ -202,12 +204,13 @@ if BACKEND == "jax":
         inverse = jax.numpy.sign(power) * jax.lax.rsqrt(power + epsilon)
         y = wide * inverse
         y = y if gain is None else y * gain.astype(y.dtype)
-        return y, (x, gain, mean, inverse)
+        return y.astype(dtype), (x, gain, mean, inverse)
 
-    def _norm_backward(epsilon, centered, kept, grad):
+    def _norm_backward(epsilon, centered, dtype, kept, grad):
         x, gain, mean, inverse = kept
         # Otherwise XLA computes both anew in a slow sum.
         x, grad = jax.lax.optimization_barrier((x, grad))
+        grad = grad.astype(accumulator_dtype(x))
         wide = x.astype(grad.dtype)
         y = (wide - mean if centered else wide) * inverse
         grad_gain = None

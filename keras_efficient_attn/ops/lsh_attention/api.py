@@ -69,7 +69,8 @@ def lsh_attention(
         state: Optional state, from `lsh_attention_state` or the previous segment's
             call. Needs `causal` and `aligned`.
         documents: Optional `Documents` of rows of a known length, without `state` and
-            `dropout_mask`: each gives what it gives alone, from all pairs of positions.
+            `dropout_mask`: each has the outputs that it has in a row of its own, from
+            all pairs of positions.
         scale: Factor of the logits. Defaults to 1.
         dropout_mask: Optional factors of the weights, `(batch, heads, rounds,
             chunk_size, 2 · chunk_size)`, the same for all chunks.

@@ -256,7 +256,7 @@ def test_other_tensors_are_refused(tmp_path):
         EfficientTransformerBackbone.from_preset(folder)
     shutil.rmtree(folder)
     folder = changed(tmp_path, "gla", num_hidden_layers=1)
-    with pytest.raises(ValueError, match="no place for some.*model.layers.1"):
+    with pytest.raises(ValueError, match="no counterpart for these.*model.layers.1"):
         EfficientTransformerBackbone.from_preset(folder)
     with pytest.raises(ValueError, match="`positions` is set by the.*rotary"):
         EfficientTransformerBackbone.from_preset(folder, positions="rotary")

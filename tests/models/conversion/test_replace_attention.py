@@ -196,7 +196,7 @@ def test_refusals_leave_the_model_as_it_is():
         replace_attention(model, "performer:window=-1")
     assert not families.efficient_layers(model)
     hidden = keras.Sequential([keras.Input((None, 8)), Hidden()])
-    with pytest.raises(ValueError, match="does not hold its attention"):
+    with pytest.raises(ValueError, match="must store its attention"):
         replace_attention(hidden, "local")
     assert not families.efficient_layers(hidden)
     for axes in (None, 2):

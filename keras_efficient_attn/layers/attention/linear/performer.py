@@ -134,8 +134,9 @@ class PerformerAttention(LinearAttention):
             )
         if calibrated and not self.normalize:
             raise ValueError(
-                "`calibrated=True` needs `normalize=True`, which cancels the factors "
-                f"that it leaves out. Received: normalize={self.normalize!r}"
+                "`calibrated=True` needs `normalize=True`: calibrated features omit "
+                "factors that only the normalisation cancels. Received: "
+                f"normalize={self.normalize!r}"
             )
 
     can_calibrate = calibrates_beyond_window = property(lambda self: self.calibrated)
@@ -219,8 +220,9 @@ class PerformerAttention(LinearAttention):
             moments.add(query, key, query_mask, key_mask)
         if not np.all(moments.key.weight):
             raise ValueError(
-                "`data` must hold a query that sees a key beyond the window. Received: "
-                f"none, with window={self.window}"
+                "No query in `data` sees a key beyond the window: pass longer "
+                "sequences, or make the window smaller. Received: "
+                f"window={self.window}"
             )
         rank = None if self.feature_map.random else self.rank or self._key_dim
         return self._calibration.assign(moments, self.feature_dim, rank)

@@ -146,7 +146,7 @@ class VQAttention(EfficientAttention):
 
     Returns:
         As `EfficientAttention`: `(batch, query_length, output_dim)`, with the scores or
-        the new state if they are asked for.
+        the new state on request.
 
     Raises:
         ValueError: If an argument is invalid, or needs hard codes and they are soft.

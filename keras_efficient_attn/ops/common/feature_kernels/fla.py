@@ -21,7 +21,7 @@ def linear_attention(
     if key_log_weight is not None:
         raise ValueError(
             "implementation='fla' does not support `key_log_weight`: leave out one of "
-            "them"
+            "the two. Received: both"
         )
     key, value = hide_masked(key, key_mask), hide_masked(value, key_mask)
     with torch.autocast(query.device.type, enabled=False):

@@ -291,8 +291,8 @@ class GatedStateAttention(LinearAttention):
         if self.output_norm is not None:
             gain = self._norm_scale
             gain = None if gain is None else ops.convert_to_tensor(gain)
-            centered = self.output_norm == "group"
-            heads = norm_of_heads(heads, gain, self.output_norm_epsilon, centered)
+            options = self.output_norm_epsilon, self.output_norm == "group"
+            heads = norm_of_heads(heads, gain, *options, self.compute_dtype)
         if self.output_gate is not None:
             gate = self.output_gate(
                 apply_projections(self._output_gate_layers, gate_input)
