@@ -233,14 +233,14 @@ def gated_heads(
         matrix[:, :, t] = np.einsum("bhd,bhds->bhs", query[:, t], state)
     matrix /= np.sqrt(dim)
     outputs = np.einsum("bhts,bshv->bthv", matrix, value)
-    if layer.output_norm == "group":
+    if layer.output_norm.kind == "group":
         outputs = outputs - outputs.mean(-1, keepdims=True)
     power = (outputs**2).mean(-1, keepdims=True)
-    outputs = outputs / np.sqrt(power + layer.output_norm_epsilon)
+    outputs = outputs / np.sqrt(power + layer.output_norm.epsilon)
     outputs = outputs * weights.get("norm_scale", 1.0)
     if layer.output_gate is not None:
         gate = through(weights, "output_gate", inputs[0])
-        gate = ACTIVATIONS[config["output_gate"]](gate)
+        gate = ACTIVATIONS[config["output_gate"]["activation"]](gate)
         outputs = outputs * gate.reshape(outputs.shape)
     return outputs, matrix
 

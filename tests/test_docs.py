@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from keras_efficient_attn import benchmark, distribution, layers, models, ops
 from keras_efficient_attn.layers import attention_names
 from keras_efficient_attn.layers.attention.registry import attention_class
 
@@ -78,12 +79,45 @@ def test_pages_for_users_are_short(page):
     assert len(text.split()) <= 1200
 
 
+# Files outside the site, whose links the build does not check.
+OTHERS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "research/README.md"]
+OTHERS = [DOCS.parent / name for name in (*OTHERS, "tools/README.md")]
+
+
+@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.parent.name + page.name)
+def test_links_of_other_files_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)(#[^)\s]+)?\)", page.read_text())
+    for path, anchor in links:
+        if "://" in path:
+            continue
+        target = page.parent / path
+        assert target.exists(), path
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
+            anchors = {
+                "#" + re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-")
+                for title in titles
+            }
+            assert anchor in anchors, path + anchor
+
+
+@pytest.mark.parametrize("package", [layers, models, ops, distribution, benchmark])
+def test_every_public_name_is_on_a_page(package):
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    for name in package.__all__:
+        # Of a module, its functions or classes.
+        assert re.search(rf"^::: \S+\.{name}(\.\w+)?$", pages, re.M), name
+
+
 # What was before, and when, is for the changelog.
 HISTORY = r"[Ss]ince then|[Ll]ater that day|an earlier day|were here before|no longer"
 
 
+TEXTS = [*DOCS.rglob("*.md"), *(DOCS / "guides").glob("*.py"), *OTHERS[:2]]
+
+
 @pytest.mark.parametrize(
-    "page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS))
+    "page", sorted(TEXTS), ids=lambda page: str(page.relative_to(DOCS.parent))
 )
 def test_pages_tell_no_history(page):
     assert not re.findall(HISTORY, page.read_text())

@@ -25,6 +25,10 @@ from keras_efficient_attn.layers.attention.linear.gated.delta import (
 from keras_efficient_attn.layers.attention.linear.gated.gated_linear import (
     GatedLinearAttention,
 )
+from keras_efficient_attn.layers.attention.linear.gated.output import (
+    OutputGate,
+    OutputNorm,
+)
 from keras_efficient_attn.layers.attention.linear.gated.retention import (
     RetentionAttention,
 )
@@ -71,6 +75,8 @@ __all__ = [
     "GatedLinearAttention",
     "KimiDeltaAttention",
     "LinearAttention",
+    "OutputGate",
+    "OutputNorm",
     "PerformerAttention",
     "GatedResidual",
     "PositionBiases",

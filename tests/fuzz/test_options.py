@@ -21,6 +21,8 @@ from keras_efficient_attn import (
     KimiDeltaAttention,
     LinearAttention,
     LocalAttention,
+    OutputGate,
+    OutputNorm,
     PerformerAttention,
     ReformerLSHAttention,
     RelativePositionXL,
@@ -107,9 +109,12 @@ OPTIONS = {
     GatedStateAttention: {
         "convolution": optional(integers(2, 4, least=2)),
         "activation": ACTIVATIONS,
-        "output_norm": optional(choices("rms", "group")),
-        "output_gate": ACTIVATIONS,
-        "output_gate_rank": optional(integers(1, 3)),
+        "output_norm": optional(
+            choices("rms", "group", OutputNorm("group", epsilon=0.1, scale=False))
+        ),
+        "output_gate": optional(
+            choices("sigmoid", OutputGate("tanh", rank=2), OutputGate(bias=True))
+        ),
     },
     DeltaAttention: {"max_beta": numbers(1, 2.0)},
     GatedLinearAttention: {

@@ -9,7 +9,8 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def constructor_signature(layer_class):
-    """The signature of a layer's constructor, with the arguments of its base classes.
+    """The signature of a layer's constructor, with the arguments of its base classes
+    that it accepts.
 
     Those of `keras.layers.MultiHeadAttention` come first, in its order, and may be
     given by position; `**kwargs` stands for those of `keras.layers.Layer`.
@@ -30,6 +31,8 @@ def constructor_signature(layer_class):
         new = {name: p for name, p in named.items() if name not in keras_own}
         # The arguments of the class itself come before those of its base classes.
         own = new | {name: p for name, p in own.items() if name not in new}
+    for name in layer_class.refused_arguments:
+        own.pop(name, None)
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature(
         [
@@ -50,6 +53,8 @@ class LayerDescription:
         super().__init_subclass__(**kwargs)
         cls.__signature__ = constructor_signature(cls)
 
+    # Arguments of base classes that the layer refuses; the signature omits them.
+    refused_arguments = ()
     # Layers set these for the class, or override them by properties:
     # whether masked positions of a whole sequence keep their places, as in an image.
     # Otherwise, and in a segment with a state, they do not exist: positions count what

@@ -14,6 +14,8 @@ from keras_efficient_attn.layers import (
     GatedDeltaAttention,
     GatedLinearAttention,
     KimiDeltaAttention,
+    OutputGate,
+    OutputNorm,
     RetentionAttention,
     SoftmaxAttention,
     feature_maps,
@@ -258,12 +260,9 @@ def _epsilon(settings):
 
 
 def _norm(settings):
-    """Arguments of the norm of the heads."""
-    return dict(
-        output_norm="rms",
-        output_norm_epsilon=_epsilon(settings),
-        output_norm_scale=bool(settings.get("elementwise_affine", True)),
-    )
+    """The norm of the heads."""
+    scale = bool(settings.get("elementwise_affine", True))
+    return OutputNorm(epsilon=_epsilon(settings), scale=scale)
 
 
 def _delta_options(settings, width, heads, head_dim, expand_v):
@@ -279,7 +278,7 @@ def _delta_options(settings, width, heads, head_dim, expand_v):
         max_beta=2.0 if settings.get("allow_neg_eigval", False) else 1.0,
         convolution=_short_convolution(settings, True),
         feature_map=unit_features(dim),
-        output_norm_epsilon=_epsilon(settings),
+        output_norm=OutputNorm(epsilon=_epsilon(settings)),
         use_bias=False,
     )
 
@@ -306,8 +305,7 @@ def _kimi_delta(settings, width):
     return KimiDeltaAttention(
         **options,
         decay_rank=options["value_dim"],
-        output_gate_rank=options["value_dim"],
-        output_gate_bias=True,
+        output_gate=OutputGate("sigmoid", rank=options["value_dim"], bias=True),
         least_log_decay=settings.get("lower_bound", None),
     )
 
@@ -336,7 +334,7 @@ def _delta(settings, width):
             activation, activation
         ),
         feature_map="sum" if by_sum else unit_features(sizes["key_dim"]),
-        output_norm_epsilon=_epsilon(settings),
+        output_norm=OutputNorm(epsilon=_epsilon(settings)),
         output_gate="silu" if settings.get("use_gate", False) else None,
     )
 
@@ -352,7 +350,7 @@ def _gate_options(settings):
     gate = settings.activation("hidden_act", "swish", SWISH)
     return dict(
         output_gate=gate if settings.get("use_output_gate", True) else None,
-        **_norm(settings),
+        output_norm=_norm(settings),
     )
 
 
@@ -460,7 +458,7 @@ def _linear(settings, width):
         feature_map=feature_map,
         normalize=bool(settings.get("norm_feature_map", False)),
         output_gate=None,
-        **_norm(settings),
+        output_norm=_norm(settings),
     )
 
 

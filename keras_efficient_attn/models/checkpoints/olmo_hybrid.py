@@ -6,7 +6,11 @@ updates, and queries and keys over all heads.
 
 import numpy as np
 
-from keras_efficient_attn.layers import GatedDeltaAttention, SoftmaxAttention
+from keras_efficient_attn.layers import (
+    GatedDeltaAttention,
+    OutputNorm,
+    SoftmaxAttention,
+)
 from keras_efficient_attn.models.checkpoints.linear import (
     block_weights,
     gate_weights,
@@ -199,7 +203,7 @@ def _delta(settings, width, heads, activation):
         convolution=settings.get("linear_conv_kernel_dim", 4),
         activation=activation,
         feature_map=unit_features(dim),
-        output_norm_epsilon=OUTPUT_NORM_EPSILON,
+        output_norm=OutputNorm(epsilon=OUTPUT_NORM_EPSILON),
         output_gate="silu",
         use_bias=False,
     )

@@ -134,7 +134,7 @@ def test_gated_linear_decays_begin_at_a_half_to_the_sixteenth(decay):
 def test_functions_of_gates_survive_the_configuration():
     layer = DeltaAttention(2, 8, activation=ops.tanh, output_gate="relu")
     config = layer.get_config()
-    assert config["output_gate"] == "relu"
+    assert config["output_gate"]["activation"] == "relu"
     x = inputs()
     again = DeltaAttention.from_config(config)
     for one in (layer, again):
@@ -151,9 +151,9 @@ def test_functions_of_gates_survive_the_configuration():
         (DeltaAttention, {"max_beta": 0}, "max_beta=0"),
         (DeltaAttention, {"convolution": 1}, "convolution=1"),
         (DeltaAttention, {"activation": "nothing"}, "activation='nothing'"),
-        (DeltaAttention, {"output_norm": "layer"}, "output_norm='layer'"),
-        (DeltaAttention, {"output_gate": "nothing"}, "output_gate='nothing'"),
-        (DeltaAttention, {"output_gate_rank": 4}, "output_gate_rank=4"),
+        (DeltaAttention, {"output_norm": "layer"}, "`output_norm`: .*kind='layer'"),
+        (DeltaAttention, {"output_gate": "nothing"}, "activation='nothing'"),
+        (DeltaAttention, {"output_gate": {"rank": 0}}, "rank=0"),
         (DeltaAttention, {"window": 4}, "window=4"),
         (DeltaAttention, {"feature_map": "favor++"}, r"feature_map='favor\+\+'"),
         (GatedLinearAttention, {"decay": "matrix"}, "decay='matrix'"),
@@ -204,8 +204,9 @@ def test_projected_maps_equal_the_definition(kind):
             "`num_value_heads` must be None or a multiple.*num_key_value_heads=1",
         ),
         (dict(least_log_decay=1.0), "`least_log_decay` must be a number below 0.*=1.0"),
-        (dict(output_norm_epsilon=0), "`output_norm_epsilon` must be a positive.*=0"),
-        (dict(output_gate=None, output_gate_bias=True), "need an `output_gate`.*None"),
+        (dict(output_norm={"epsilon": 0}), "`output_norm`: `epsilon` must be.*=0"),
+        (dict(output_gate={"activation": None}), "pass output_gate=None"),
+        (dict(output_gate={"width": 3}), "has only the fields.*width=3"),
         (dict(qk_activation="none"), "`qk_activation` must name an activation.*'none'"),
         (dict(use_beta=1), "`use_beta` must be a boolean.*=1"),
     ],

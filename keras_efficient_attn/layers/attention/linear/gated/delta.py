@@ -57,15 +57,10 @@ class DeltaAttention(GatedStateAttention):
         qk_activation: Activation of queries and keys in its place; `activation` is then
             the values'. `"linear"` for none. Defaults to `None`: `activation`.
         output_norm: Norm of each head's output, with a learned gain: `"rms"` (the
-            default), mean square 1; `"group"`, mean 0 and variance 1; or `None`.
+            default), mean square 1; `"group"`, mean 0 and variance 1; `None` for none;
+            or `OutputNorm`.
         output_gate: Activation of a gate that multiplies the heads, a projection of
-            the query input. Defaults to `None`: no gate. `use_gate` of
-            `keras.layers.MultiHeadAttention` is another, sigmoid, gate.
-        output_gate_rank: Rank of its projection. Defaults to `None`: full.
-        output_gate_bias: Whether it has a bias. Defaults to `False`.
-        output_norm_epsilon: Added to the norm's mean square or variance. Defaults to
-            1e-5.
-        output_norm_scale: Whether the norm has the gain. Defaults to `True`.
+            the query input, or `OutputGate`. Defaults to `None`: no gate.
         num_value_heads: Heads of values, states, β and outputs: a multiple
             of `num_heads`, which is then that of queries and keys: each serves
             `num_value_heads / num_heads` heads of values, one after the other.
@@ -222,7 +217,7 @@ class GatedDeltaAttention(DecayingDeltaAttention):
     Args:
         *args, **kwargs: The arguments of `DeltaAttention`, with its defaults.
         output_gate: Activation of the gate that multiplies the heads, a projection of
-            the query input. Defaults to `"silu"`; `None` for no gate.
+            the query input. Defaults to `"silu"`; `None` for no gate. Or `OutputGate`.
 
     Call arguments:
         As `DeltaAttention`. α and β are projections of `key`.
@@ -282,8 +277,8 @@ class KimiDeltaAttention(DecayingDeltaAttention):
             exp(least_log_decay · sigmoid(exp(A) (W₂ W₁ x[t] + b)))`, which it bounds.
             Defaults to `None`: the formula above.
         output_gate: Activation of the gate that multiplies the heads, a projection of
-            the query input. Defaults to `"sigmoid"`; `None` for no gate.
-        output_gate_rank: Rank of its projection. Defaults to `None`: `value_dim`.
+            the query input. Defaults to `"sigmoid"`; `None` for no gate. Or
+            `OutputGate`, whose rank is `value_dim` by default here.
 
     Call arguments:
         As `DeltaAttention`. α and β are projections of `key`.
@@ -314,19 +309,16 @@ class KimiDeltaAttention(DecayingDeltaAttention):
         decay_rank: int | None = None,
         least_log_decay: float | None = None,
         output_gate="sigmoid",
-        output_gate_rank: int | None = None,
         **kwargs,
     ):
-        super().__init__(
-            *args, output_gate=output_gate, output_gate_rank=output_gate_rank, **kwargs
-        )
+        super().__init__(*args, output_gate=output_gate, **kwargs)
         check_positive_int("decay_rank", decay_rank, optional=True)
         check_least_log_decay(least_log_decay)
         self.keep(dict(decay_rank=decay_rank, least_log_decay=least_log_decay))
 
     @property
     def _gate_rank(self):
-        return self.output_gate_rank or self._value_dim
+        return super()._gate_rank or self._value_dim
 
     def _build_rates(self, input_dim):
         super()._build_rates(input_dim)

@@ -8,12 +8,13 @@ from keras import ops
 
 from keras_efficient_attn.distribution.linear import gated_attention
 from keras_efficient_attn.layers.arguments import activation_of
+from keras_efficient_attn.layers.attention.linear.gated.output import (
+    OutputGate,
+    OutputNorm,
+)
 from keras_efficient_attn.layers.attention.linear.layer import LinearAttention
 from keras_efficient_attn.ops.common.checks import (
-    check_bool,
     check_int,
-    check_positive_int,
-    check_positive_number,
     is_number,
     is_positive_int,
 )
@@ -27,8 +28,6 @@ from keras_efficient_attn.ops.linear_attention.gated.api import (
     at_positions,
     gated_attention_with_feature_maps,
 )
-
-OUTPUT_NORMS = (None, "rms", "group")
 
 
 class GatedStateAttention(LinearAttention):
@@ -55,19 +54,15 @@ class GatedStateAttention(LinearAttention):
             convolution, or a function. Defaults to `None`.
         qk_activation: Activation of queries and keys in its place; `activation` is then
             the values'. `"linear"` for none. Defaults to `None`: `activation`.
-        output_norm: `"rms"` or `"group"`: the norm of each head's output, with a
-            learned gain; or `None`.
-        output_norm_epsilon: Added to the mean square or the variance. Defaults to 1e-5.
-        output_norm_scale: Whether the norm has the gain. Defaults to `True`.
-        output_gate: Name of the activation of the output gate, or a function; the
-            gate, a projection of the query input, multiplies the heads after the
-            norm. Defaults to `None`: no gate.
-        output_gate_rank: Rank of that projection. Defaults to `None`: full.
-        output_gate_bias: Whether it has a bias. Defaults to `False`.
+        output_norm: `"rms"` or `"group"`: the norm of each head's output; or
+            `OutputNorm`. `None` for none. Defaults to `"rms"`.
+        output_gate: Name of the activation of a gate that multiplies the heads after
+            the norm, or a function, or `OutputGate`. Defaults to `None`: no gate.
     """
 
     takes_sliding_window = False
     estimates_softmax = False
+    refused_arguments = ("window",)
 
     def __init__(
         self,
@@ -80,11 +75,7 @@ class GatedStateAttention(LinearAttention):
         activation=None,
         qk_activation=None,
         output_norm="rms",
-        output_norm_epsilon: float = 1e-5,
-        output_norm_scale: bool = True,
         output_gate=None,
-        output_gate_rank: int | None = None,
-        output_gate_bias: bool = False,
         **kwargs,
     ):
         _check_value_heads(num_heads, num_value_heads, kwargs)
@@ -96,34 +87,26 @@ class GatedStateAttention(LinearAttention):
             **kwargs,
         )
         check_int("convolution", convolution, 2, optional=True)
-        check_positive_number("output_norm_epsilon", output_norm_epsilon)
-        check_bool("output_norm_scale", output_norm_scale)
-        check_bool("output_gate_bias", output_gate_bias)
-        check_positive_int("output_gate_rank", output_gate_rank, optional=True)
-        if output_norm not in OUTPUT_NORMS:
-            raise ValueError(
-                f"`output_norm` must be one of {OUTPUT_NORMS}. Received: "
-                f"output_norm={output_norm!r}"
-            )
         if not self.feature_map.causal:
             raise ValueError(
                 f"{type(self).__name__} needs a causal `feature_map`, such as 'elu'. "
                 f"Received: feature_map={self.feature_map.name!r}"
             )
-        if output_gate is None and (output_gate_rank is not None or output_gate_bias):
-            raise ValueError(
-                "`output_gate_rank` and `output_gate_bias` need an `output_gate`. "
-                f"Received: output_gate=None, output_gate_rank={output_gate_rank}, "
-                f"output_gate_bias={output_gate_bias}"
-            )
-        activations = ("activation", "qk_activation", "output_gate")
         self.keep(
-            locals(), omit=("num_heads", "feature_map", "activations", *activations)
+            dict(
+                num_value_heads=num_value_heads,
+                normalize=normalize,
+                convolution=convolution,
+            )
         )
         self._query_key_heads = num_heads
         self.activation = activation_of("activation", activation)
         self.qk_activation = activation_of("qk_activation", qk_activation)
-        self.output_gate = activation_of("output_gate", output_gate)
+        self.output_norm = self.output_gate = None
+        if output_norm is not None:
+            self.output_norm = OutputNorm.get("output_norm", output_norm)
+        if output_gate is not None:
+            self.output_gate = OutputGate.get("output_gate", output_gate)
 
     @classmethod
     def conversion_refusal(cls, options):
@@ -147,7 +130,7 @@ class GatedStateAttention(LinearAttention):
     @property
     def _gate_rank(self):
         """Rank of the output gate's projection; `None` for full."""
-        return self.output_gate_rank
+        return self.output_gate.rank
 
     @property
     def _key_value_heads(self):
@@ -182,8 +165,8 @@ class GatedStateAttention(LinearAttention):
                     ),
                 )
         self._norm_scale = None
-        if self.output_norm is not None and self.output_norm_scale:
-            by_head = (self._num_heads,) if self.output_norm == "group" else ()
+        if self.output_norm is not None and self.output_norm.scale:
+            by_head = (self._num_heads,) if self.output_norm.kind == "group" else ()
             self._norm_scale = self.add_weight(
                 name="norm_scale",
                 shape=(*by_head, self._value_dim),
@@ -197,7 +180,7 @@ class GatedStateAttention(LinearAttention):
                 query_shape[-1],
                 (self._num_heads, self._value_dim),
                 self._gate_rank,
-                use_bias=self.output_gate_bias,
+                use_bias=self.output_gate.bias,
             )
         self._build_rates(key_dim)
 
@@ -291,22 +274,25 @@ class GatedStateAttention(LinearAttention):
         if self.output_norm is not None:
             gain = self._norm_scale
             gain = None if gain is None else ops.convert_to_tensor(gain)
-            options = self.output_norm_epsilon, self.output_norm == "group"
+            options = self.output_norm.epsilon, self.output_norm.kind == "group"
             heads = norm_of_heads(heads, gain, *options, self.compute_dtype)
         if self.output_gate is not None:
-            gate = self.output_gate(
-                apply_projections(self._output_gate_layers, gate_input)
-            )
+            gate = apply_projections(self._output_gate_layers, gate_input)
+            gate = self.output_gate.activation(gate)
             heads = ops.cast(heads, gate.dtype) * gate
         return super()._project(heads, gate_input, query_mask)
 
     def get_config(self):
+        config = super().get_config()
+        for name in self.refused_arguments:
+            del config[name]
         return {
-            **super().get_config(),
+            **config,
             "num_heads": self._query_key_heads,
             "activation": _serialize(self.activation),
             "qk_activation": _serialize(self.qk_activation),
-            "output_gate": _serialize(self.output_gate),
+            "output_norm": self.output_norm and self.output_norm.get_config(),
+            "output_gate": self.output_gate and self.output_gate.get_config(),
         }
 
 

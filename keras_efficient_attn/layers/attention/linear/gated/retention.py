@@ -43,17 +43,11 @@ class RetentionAttention(GatedStateAttention):
             convolution, or a function. Defaults to `None`.
         qk_activation: Activation of queries and keys in its place; `activation` is then
             the values'. `"linear"` for none. Defaults to `None`: `activation`.
-        output_norm: Norm of each head's output, with a learned gain: `"group"`, mean
-            0 and variance 1; `"rms"`, mean square 1; or `None`. Defaults to
-            `"group"`.
+        output_norm: Norm of each head's output, with a learned gain: `"group"` (the
+            default), mean 0 and variance 1; `"rms"`, mean square 1; `None` for none; or
+            `OutputNorm`.
         output_gate: Activation of the gate that multiplies the heads, a projection of
-            the query input. Defaults to `"silu"`; `None` for no gate. `use_gate` of
-            `keras.layers.MultiHeadAttention` is another, sigmoid, gate.
-        output_gate_rank: Rank of its projection. Defaults to `None`: full.
-        output_gate_bias: Whether it has a bias. Defaults to `False`.
-        output_norm_epsilon: Added to the norm's mean square or variance. Defaults to
-            1e-5.
-        output_norm_scale: Whether the norm has the gain. Defaults to `True`.
+            the query input. Defaults to `"silu"`; `None` for no gate. Or `OutputGate`.
         num_value_heads: Heads of values, states, decays and outputs: a multiple
             of `num_heads`, which is then that of queries and keys: each serves
             `num_value_heads / num_heads` heads of values, one after the other.

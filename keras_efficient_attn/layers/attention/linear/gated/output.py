@@ -1,0 +1,85 @@
+"""What follows the heads of layers with decays or the delta rule: a norm and a gate."""
+
+import dataclasses
+
+import keras
+
+from keras_efficient_attn.layers.arguments import activation_of
+from keras_efficient_attn.layers.options import Options
+from keras_efficient_attn.ops.common.checks import (
+    check_name,
+    check_positive_int,
+    check_positive_number,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputNorm(Options):
+    """The norm of each head's output.
+
+    Args:
+        kind: `"rms"` (the default): mean square 1. `"group"`: mean 0 and variance 1,
+            with a gain for each head.
+        epsilon: Added to the mean square or the variance. Defaults to 1e-5.
+        scale: Whether the norm has a learned gain. Defaults to `True`.
+
+    Raises:
+        ValueError: For an invalid value.
+
+    Example:
+
+    >>> from keras_efficient_attn import DeltaAttention, OutputNorm
+    >>> norm = OutputNorm("rms", epsilon=1e-6, scale=False)
+    >>> layer = DeltaAttention(num_heads=4, key_dim=16, output_norm=norm)
+    """
+
+    kind: str = "rms"
+    epsilon: float = 1e-5
+    scale: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_name("kind", self.kind, ("rms", "group"))
+        check_positive_number("epsilon", self.epsilon)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputGate(Options):
+    """The gate that multiplies the heads: `activation(W x)` of the query input.
+
+    `use_gate` of `keras.layers.MultiHeadAttention` is another, sigmoid, gate.
+
+    Args:
+        activation: Name of an activation, or a function. Defaults to `"silu"`.
+        rank: Rank of W. Defaults to `None`: full (`KimiDeltaAttention`: `value_dim`).
+        bias: Whether the projection has a bias. Defaults to `False`.
+
+    Raises:
+        ValueError: For an invalid value.
+
+    Example:
+
+    >>> from keras_efficient_attn import GatedDeltaAttention, OutputGate
+    >>> gate = OutputGate("sigmoid", rank=8)
+    >>> layer = GatedDeltaAttention(num_heads=4, key_dim=16, output_gate=gate)
+    """
+
+    activation: object = "silu"
+    rank: int | None = None
+    bias: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive_int("rank", self.rank, optional=True)
+        if self.activation is None:
+            raise ValueError(
+                "`activation` must name an activation, or be a function: for no gate, "
+                "pass output_gate=None. Received: activation=None"
+            )
+        # Through `object`, because the class is frozen.
+        function = activation_of("activation", self.activation)
+        object.__setattr__(self, "activation", function)
+
+    def get_config(self):
+        activation = keras.activations.serialize(self.activation)
+        return {**super().get_config(), "activation": activation}
