@@ -74,6 +74,7 @@ kills: $(TEST_SETUP)
 # Streams of 100,000 positions, and a million steps of codes and counters.
 long-runs: $(TEST_SETUP)
 	KERAS_BACKEND=jax $(VENV)/bin/python -m tests.long_runs $(ARGS)
+	KERAS_BACKEND=jax $(VENV)/bin/python -m tests.long_runs.steps
 
 # Attention layers compiled for a TPU that need not be there, and the contract of
 # PerformerAttention with the kernels, interpreted.

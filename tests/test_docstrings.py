@@ -1,8 +1,10 @@
 """The examples in the package's docstrings run and print the stated results."""
 
+import ast
 import doctest
 import importlib
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,45 @@ def test_examples_print_what_they_say(name):
     # An example has only the names that it imports, not its module's.
     EXAMPLES[name].globs = {}
     assert not runner.run(EXAMPLES[name], out=report.append).failed, "".join(report)
+
+
+# Blocks of code that are not whole, and why.
+OUTLINES = {
+    "compare": "it takes a minute",
+    "SequenceParallel": "it needs several devices",
+    "get_layout_map": "it needs several devices",
+    "TrimSpans": "it needs a model and data",
+    "get_initial_state": "it needs a layer and segments",
+    "AuxiliaryLosses": "it needs a backbone and data",
+    "TransformerXL": "it needs texts",
+    "convert_backbone": "it downloads a preset",
+    "swap_report": "it needs a trained model",
+}
+
+
+def find_blocks():
+    """The blocks of code of each docstring that has some, as one program."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                blocks = re.findall(r"^( *)```python\n(.*?)```", text, re.S | re.M)
+                code = [textwrap.dedent(indent + block) for indent, block in blocks]
+                if code:
+                    found[node.name] = "\n".join(code)
+    return found
+
+
+BLOCKS = find_blocks()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_code_run(name):
+    program = compile(BLOCKS[name], name, "exec")
+    if name not in OUTLINES:
+        exec(program, {})
+
+
+def test_outlines_have_blocks():
+    assert set(OUTLINES) <= set(BLOCKS)

@@ -218,6 +218,9 @@ class ChunkedVocabularyLoss(KeepsArguments, keras.layers.Layer):
     A model whose output is its loss:
 
     ```python
+    import keras
+    from keras_efficient_attn import ChunkedVocabularyLoss
+
     tokens, labels = (keras.Input((None,), dtype="int32") for _ in range(2))
     hidden = keras.layers.Embedding(50_000, 64)(tokens)
     losses = ChunkedVocabularyLoss(50_000)(hidden, labels)

@@ -141,6 +141,7 @@ class EfficientTransformerBackbone(
     Example:
 
     ```python
+    import keras
     from keras_efficient_attn.models import (
         EfficientTransformerBackbone,
         FeedForwardOptions,

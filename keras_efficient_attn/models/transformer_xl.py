@@ -50,7 +50,12 @@ class TransformerXL(TaskWrapper):
 
     ```python
     backbone = EfficientTransformerBackbone(
-        256, 4, 4, 64, 256, attention="xl:memory_length=128"
+        vocabulary_size=256,
+        num_layers=4,
+        num_heads=4,
+        hidden_dim=64,
+        intermediate_dim=256,
+        attention="xl:memory_length=128",
     )
     model = TransformerXL(EfficientCausalLM(backbone), batch_size=8)
     model.compile(

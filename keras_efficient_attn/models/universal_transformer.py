@@ -90,6 +90,7 @@ class UniversalTransformer(TransformerStack):
     Example:
 
     ```python
+    import keras
     from keras_efficient_attn import LocalAttention, models
 
     block = models.TransformerBlock(

@@ -1,9 +1,9 @@
-"""Streams 100,000 positions through every layer, and counts a million steps.
+"""Streams 100,000 positions through every layer.
 
     KERAS_BACKEND=jax python -m tests.long_runs
 
 Prints the errors of the outputs; the reference is float64 on PyTorch, in a separate
-process. Then prints the final state of codes and counters of training.
+process.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.long_runs.steps import LAYERS, summarize
 from tests.long_runs.streams import CASES, measure, write_reference
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -24,7 +23,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--positions", type=int, default=100_000)
     parser.add_argument("--segment", type=int, default=1, help="positions of a call")
-    parser.add_argument("--steps", type=int, default=1_000_000, help="of training")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--reference", metavar="FOLDER", help="keeps the reference")
     parser.add_argument("--only-reference", action="store_true")
@@ -56,8 +54,6 @@ def main():
                 print(*rows[-1], flush=True)
         header = ["case", "dtype", "first", "last", "largest"]
         show([*header, "state bytes", "MiB more"], rows, arguments)
-    for name in LAYERS if arguments.steps else ():
-        print(f"{name}: {summarize(name, arguments.steps)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,14 @@
-"""A million training steps of counters and moving averages, simulated by calls."""
+"""A million training steps of counters and moving averages, simulated by calls.
+
+    KERAS_BACKEND=jax python -m tests.long_runs.steps
+
+Halfway the inputs change. Prints the errors of the codes and the counters then and at
+the end, and whether features still change.
+"""
+
+import argparse
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -6,6 +16,9 @@ from keras import ops
 
 from keras_efficient_attn import PerformerAttention, VQAttention
 from tests.autodiff import compile_step, to_numpy
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+from tables import show  # noqa: E402
 
 DIM, LENGTH, BLOCK = 8, 8, 10_000
 INTERVAL = 1000
@@ -60,8 +73,8 @@ def run(layer, steps):
         yield start + BLOCK, values
 
 
-def summarize(name, steps):
-    """A line with the final counters, codes or features."""
+def measure(name, steps):
+    """The cells of a layer's row."""
     keras.utils.set_random_seed(0)
     before, halfway = {}, {}
     for done, values in run(LAYERS[name](), steps):
@@ -73,14 +86,24 @@ def summarize(name, steps):
             halfway = values
     if "error" in values:
         ratios = [v["error"][0, 0] / v["error"][0, 1] for v in (halfway, values)]
-        return (
-            f"error of the codes {np.sqrt(ratios[0]):.1e} after {steps // 2:,} steps, "
-            f"{np.sqrt(ratios[1]):.1e} after {steps:,} with other inputs; most idle "
-            f"calls {values['idle_calls'].max():,.0f}; least count "
-            f"{values['count'].min():.1e}"
-        )
+        errors = [f"{np.sqrt(ratio):.1e}" for ratio in ratios]
+        idle, least = values["idle_calls"].max(), values["count"].min()
+        return [*errors, f"{idle:,.0f}", f"{least:.1e}", "-"]
     changed = any((values[key] != before[key]).any() for key in values)
-    return (
-        f"calls since the last draw {values['calls_since_redraw']}; features "
-        f"{'changed' if changed else 'FROZEN'} in the last {BLOCK:,} steps"
-    )
+    return ["-", "-", "-", "-", "yes" if changed else "no"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--save", type=Path, metavar="FILE", help="the table, as JSON")
+    arguments = parser.parse_args()
+    arguments.command = ["-m", "tests.long_runs.steps", *sys.argv[1:]]
+    rows = [[name, *measure(name, arguments.steps)] for name in LAYERS]
+    header = ["layer", "error of the codes, halfway", "at the end"]
+    header += ["calls without a key, at most", "least count"]
+    show([*header, "features still change"], rows, arguments)
+
+
+if __name__ == "__main__":
+    main()

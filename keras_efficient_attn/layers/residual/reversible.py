@@ -191,7 +191,8 @@ class ReversibleStack(ReplicaLosses, keras.layers.Layer):
     def block(dim):
         x = keras.Input((None, dim))
         h = keras.layers.LayerNormalization()(x)
-        h = ReformerLSHAttention(4, dim // 4)(h, h, use_causal_mask=True)
+        attention = ReformerLSHAttention(num_heads=4, key_dim=dim // 4)
+        h = attention(h, h, use_causal_mask=True)
         f = keras.Model(x, h)
         g = keras.Sequential(
             [

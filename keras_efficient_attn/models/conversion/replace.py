@@ -66,8 +66,12 @@ def replace_attention(model, attention, layers=None, calibrate=None):
     Example:
 
     ```python
+    import keras
+    from keras_efficient_attn.models import replace_attention
+
     inputs = keras.Input((None, 16))
-    attended = keras.layers.MultiHeadAttention(2, 8)(inputs, inputs)
+    attention = keras.layers.MultiHeadAttention(num_heads=2, key_dim=8)
+    attended = attention(inputs, inputs)
     model = keras.Model(inputs, keras.layers.Dense(1)(attended))
     replace_attention(model, "local:window=64")
     model.compile("adam", "mse")

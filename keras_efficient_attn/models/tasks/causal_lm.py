@@ -33,6 +33,11 @@ class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     Example:
 
     ```python
+    from keras_efficient_attn.models import (
+        EfficientByteTokenizer,
+        EfficientCausalLMPreprocessor,
+    )
+
     preprocessor = EfficientCausalLMPreprocessor(
         EfficientByteTokenizer(), sequence_length=16
     )
@@ -42,7 +47,12 @@ class EfficientCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     Texts are packed within a batch: pack large ones, and batch the rows.
 
     ```python
-    preprocessor = EfficientCausalLMPreprocessor(tokenizer, 1024, pack=True)
+    import tensorflow as tf
+
+    texts = tf.data.Dataset.from_tensor_slices(["some text", "more of it"])
+    preprocessor = EfficientCausalLMPreprocessor(
+        EfficientByteTokenizer(), sequence_length=1024, pack=True
+    )
     rows = texts.batch(1000).map(preprocessor).unbatch().batch(16)
     ```
     """

@@ -22,6 +22,11 @@ class EfficientMaskedLMPreprocessor(keras_hub.models.MaskedLMPreprocessor):
     Example:
 
     ```python
+    from keras_efficient_attn.models import (
+        EfficientByteTokenizer,
+        EfficientMaskedLMPreprocessor,
+    )
+
     preprocessor = EfficientMaskedLMPreprocessor(
         EfficientByteTokenizer(), sequence_length=64, mask_selection_length=12
     )
@@ -58,7 +63,12 @@ class EfficientMaskedLM(TaskMixin, keras_hub.models.MaskedLM):
     from keras_efficient_attn import models
 
     backbone = models.EfficientTransformerBackbone(
-        256, 2, 4, 64, 256, architecture="encoder"
+        vocabulary_size=256,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=64,
+        intermediate_dim=256,
+        architecture="encoder",
     )
     preprocessor = models.EfficientMaskedLMPreprocessor(
         models.EfficientByteTokenizer(), sequence_length=100, mask_selection_length=20

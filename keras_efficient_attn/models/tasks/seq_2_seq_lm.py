@@ -24,6 +24,11 @@ class EfficientSeq2SeqLMPreprocessor(keras_hub.models.Seq2SeqLMPreprocessor):
     Example:
 
     ```python
+    from keras_efficient_attn.models import (
+        EfficientByteTokenizer,
+        EfficientSeq2SeqLMPreprocessor,
+    )
+
     preprocessor = EfficientSeq2SeqLMPreprocessor(
         EfficientByteTokenizer(), encoder_sequence_length=16, decoder_sequence_length=8
     )
@@ -81,7 +86,13 @@ class EfficientSeq2SeqLM(StreamingMixin, TaskMixin, keras_hub.models.Seq2SeqLM):
     from keras_efficient_attn import models
 
     backbone = models.EfficientTransformerBackbone(
-        256, 2, 4, 64, 256, architecture="encoder_decoder", positions="sinusoidal"
+        vocabulary_size=256,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=64,
+        intermediate_dim=256,
+        architecture="encoder_decoder",
+        positions="sinusoidal",
     )
     preprocessor = models.EfficientSeq2SeqLMPreprocessor(
         models.EfficientByteTokenizer(),

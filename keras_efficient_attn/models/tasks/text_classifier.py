@@ -23,6 +23,11 @@ class EfficientTextClassifierPreprocessor(keras_hub.models.TextClassifierPreproc
     Example:
 
     ```python
+    from keras_efficient_attn.models import (
+        EfficientByteTokenizer,
+        EfficientTextClassifierPreprocessor,
+    )
+
     preprocessor = EfficientTextClassifierPreprocessor(
         EfficientByteTokenizer(), sequence_length=16
     )
