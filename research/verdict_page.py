@@ -293,7 +293,7 @@ def draw(rows, costs, path):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    figure = Figure(figsize=(8.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     points = {
@@ -302,25 +302,30 @@ def draw(rows, costs, path):
         if convolution
     }
     points = {n: (x, y) for n, (x, y) in points.items() if x and y < math.inf}
-    middle = statistics.median(y for _, y in points.values())
-    for name, (x, y) in points.items():
-        axes.plot(x, y, "o", color=GREY if name == "softmax" else BLUE)
-        # Names of lower points hang below them.
-        up = y >= middle
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=(4, 4 if up else -4),
-            textcoords="offset points",
-            verticalalignment="bottom" if up else "top",
-            rotation=35 if up else -35,
-            fontsize=8,
-        )
+    # Beside so many points, names would cover each other: a list has them.
+    best_first = sorted(points.items(), key=lambda point: point[1][1])
+    for number, (name, (x, y)) in enumerate(best_first, 1):
+        color = GREY if name == "softmax" else BLUE
+        label = f"{number}  {name}"
+        axes.plot(x, y, "o", color=color, markersize=14, label=label)
+        style = dict(ha="center", va="center", color="white", fontsize=8)
+        axes.annotate(str(number), (x, y), **style)
     axes.set_xscale("log")
-    # Room for the names.
-    axes.margins(x=0.2, y=0.4)
+    axes.set_yscale("log")
+    shares, numbers = [0.03, 0.1, 0.3, 1], [2, 2.5, 3, 4, 5, 6]
+    axes.set_xticks(shares, [f"{share:g}" for share in shares])
+    axes.set_yticks(numbers, [f"{number:g}" for number in numbers])
+    axes.minorticks_off()
+    axes.margins(0.08)
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+        frameon=False,
+        handlelength=0,
+        markerscale=0,
+    )
     axes.set_xlabel(
-        f"training step at {COST_LENGTH:,} positions, softmax attention = 1"
+        f"time of a training step at {COST_LENGTH:,} positions, softmax attention = 1"
     )
     axes.set_ylabel(f"bits per byte at {LONG:,} (fewer are better)")
     axes.grid(True, which="major", linewidth=0.3)
