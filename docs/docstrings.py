@@ -1,5 +1,6 @@
 """Prepares docstrings and signatures for the pages of the API."""
 
+import ast
 import re
 
 import griffe
@@ -70,6 +71,14 @@ def own_arguments(layer):
     return {p.name: p for p in parameters if p.kind not in VARIADIC}
 
 
+def refused(bases):
+    """The `refused_arguments` of the first class that has them, a tuple of names."""
+    for base in bases:
+        if "refused_arguments" in base.members:
+            return ast.literal_eval(str(base.members["refused_arguments"].value))
+    return ()
+
+
 def merge(keras_own, bases):
     """The parameters of a class from those of the classes in its `bases`, in order."""
     own = {}
@@ -84,5 +93,7 @@ def merge(keras_own, bases):
                         default=parameter.default,
                     ),
                 )
+    for name in refused(bases):
+        own.pop(name, None)
     rest = griffe.Parameter("kwargs", kind=griffe.ParameterKind.var_keyword)
     return griffe.Parameters(*keras_own.values(), *own.values(), rest)

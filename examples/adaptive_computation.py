@@ -131,7 +131,7 @@ def table(results):
                 for difficulty, (accuracy, steps) in result["by_difficulty"].items()
             )
             lines.append([task, label, result["right"], result["steps"], by_difficulty])
-    return ["task", "ponder cost", "right, %", "steps", "by difficulty"], lines
+    return ["task", "ponder cost", "accuracy, %", "steps", "by difficulty"], lines
 
 
 if __name__ == "__main__":

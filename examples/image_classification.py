@@ -90,7 +90,7 @@ def main(arguments):
 
 def table(results):
     """Header and rows: the comparison over the seeds; distances are means of layers."""
-    header = ["attention", "right, %", "distance between heads", "its variance"]
+    header = ["attention", "accuracy, %", "distance between heads", "its variance"]
     header += ["training s", "parameters"]
     rows = []
     for result in results:

@@ -146,7 +146,7 @@ def main(arguments):
         columns = zip(zip(*results, strict=True), (1, 1, 1, 3), strict=True)
         rows.append([attention, *(mean_and_spread(*column) for column in columns)])
     header = [f"rank, {tolerance:g}" for tolerance in TOLERANCES]
-    header += ["right, %", "bits per masked symbol"]
+    header += ["accuracy, %", "bits per masked symbol"]
     show(["attention", *header], rows, arguments)
     print(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
 

@@ -103,7 +103,7 @@ def main(arguments):
         cells = f"{memory:.3g}", f"{sliding:.3g}", f"{sliding / memory:.0f}"
         rows.append([f"{context:,}", *cells])
         print(*rows[-1], flush=True)
-    header = ["ms a token with memory", "ms a token anew", "times as long"]
+    header = ["ms per token with memory", "ms per token, recomputed", "times as long"]
     show(["context", *header], rows, arguments)
 
 

@@ -72,16 +72,17 @@ def find_blocks():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 text = ast.get_docstring(node) or ""
-                blocks = re.findall(r"^( *)```python\n(.*?)```", text, re.S | re.M)
-                code = [textwrap.dedent(indent + block) for indent, block in blocks]
-                if code:
-                    found[node.name] = "\n".join(code)
+                blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+                if blocks:
+                    assert node.name not in found
+                    found[node.name] = "\n".join(map(textwrap.dedent, blocks))
     return found
 
 
 BLOCKS = find_blocks()
 
 
+@pytest.mark.usefixtures("names_of_the_package")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_code_run(name):
     program = compile(BLOCKS[name], name, "exec")

@@ -47,7 +47,10 @@ def page(text):
 def results_table(run, about):
     """Lines of Markdown: the table that a script printed."""
     yield f"{machine(about)}:"
-    yield from ("", "```bash", *wrapped(shlex.join(run["command"])), "```", "")
+    words = shlex.join(run["command"])
+    if "--backend" not in run["command"]:
+        words = f"KERAS_BACKEND={about['backend']} {words}"
+    yield from ("", "```bash", *wrapped(words), "```", "")
     yield f"| {' | '.join(run['header'])} |"
     yield "|---" * len(run["header"]) + "|"
     for row in run["rows"]:

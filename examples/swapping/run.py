@@ -20,7 +20,15 @@ from swapping.plot import plot, plot_accuracy
 from swapping.similarity import cosines, embeddings
 from tables import show
 
-HEADER = ["attention", "cosine", "least", "window only", "linear only", "replaced", "s"]
+HEADER = [
+    "attention",
+    "cosine",
+    "minimum",
+    "window only",
+    "linear only",
+    "replaced",
+    "s",
+]
 
 
 def run(arguments, splits, folder):

@@ -49,6 +49,12 @@ class Options:
                     f"`{argument}` has only the fields {', '.join(known)}. Received: "
                     f"{name}={identifier[name]!r}"
                 )
+        first = dataclasses.fields(cls)[0]
+        if first.default is dataclasses.MISSING and first.name not in identifier:
+            raise ValueError(
+                f"`{argument}` must have the field {first.name}. Received: "
+                f"{argument}={identifier!r}"
+            )
         try:
             return cls(**identifier)
         except ValueError as error:

@@ -188,6 +188,7 @@ def low_rank(rank, outputs=WIDTH):
     [
         ("retention:output_gate=None", []),
         ("retention", [FULL]),
+        ("retention:output_gate={'activation':'silu','rank':3}", [low_rank(3)]),
         ("kimi-delta:convolution=None,output_gate=None", [PER_HEAD, low_rank(8)]),
         ("retention:use_gate=True", [FULL, FULL]),
         ("gated-linear:output_gate=None,decay=scalar", [low_rank(16, HEADS)]),

@@ -58,7 +58,7 @@ def test_it_learns_and_compares(tmp_path, printed_table, capsys):
     assert image_classification.main([*TINY, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     header, *rows = printed_table(printed)
-    assert header[1] == "right, %"
+    assert header[1] == "accuracy, %"
     assert [row[0] for row in rows] == ["fourier", "softmax"]
     assert all(float(row[1].split()[0]) > 50 for row in rows)
     assert "chance 10.0%" in printed

@@ -113,7 +113,9 @@ OPTIONS = {
             choices("rms", "group", OutputNorm("group", epsilon=0.1, scale=False))
         ),
         "output_gate": optional(
-            choices("sigmoid", OutputGate("tanh", rank=2), OutputGate(bias=True))
+            choices(
+                "sigmoid", OutputGate("tanh", rank=2), OutputGate("silu", bias=True)
+            )
         ),
     },
     DeltaAttention: {"max_beta": numbers(1, 2.0)},

@@ -98,6 +98,11 @@ def main():
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--save", type=Path, metavar="FILE", help="the table, as JSON")
     arguments = parser.parse_args()
+    if arguments.steps % (2 * BLOCK):
+        parser.error(
+            f"argument --steps: must be a multiple of {2 * BLOCK:,}; received "
+            f"{arguments.steps}"
+        )
     arguments.command = ["-m", "tests.long_runs.steps", *sys.argv[1:]]
     rows = [[name, *measure(name, arguments.steps)] for name in LAYERS]
     header = ["layer", "error of the codes, halfway", "at the end"]

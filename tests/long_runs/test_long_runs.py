@@ -12,6 +12,7 @@ from keras import ops
 
 from tests.autodiff import to_numpy
 from tests.contract.cases import inputs
+from tests.long_runs import steps
 from tests.long_runs.steps import INTERVAL, make_performer, make_vq
 from tests.long_runs.streams import CASES, growth, resident_mib
 
@@ -95,3 +96,14 @@ def test_memory_that_grows_under_an_earlier_peak_is_seen():
     assert resident[-1] < resident[0]
     # 256 MiB fell, and four times 32 MiB came. `write` copies from bytes of as much.
     assert 112 < growth(resident) < 192
+
+
+def test_codes_that_never_move_keep_the_error_of_other_inputs(monkeypatch):
+    monkeypatch.setattr(steps, "BLOCK", 500)
+    rows = {name: steps.measure(name, 3000) for name in steps.LAYERS}
+    moved, fixed = rows["vq"], rows["vq, without revival"]
+    # In half of the steps each code has some keys, or none.
+    assert float(moved[1]) < 0.01 < float(fixed[1])
+    assert int(moved[2].replace(",", "")) <= 100
+    assert int(fixed[2].replace(",", "")) >= 1500
+    assert rows["performer, redrawn"] == [*["-"] * 4, "yes"]

@@ -120,7 +120,7 @@ def test_peers_give_the_gradients_of_every_weight(make, name, weights):
 @pytest.mark.parametrize("name", NAMES)
 def test_peers_have_no_states_and_no_masks(make, name):
     layer = make(name)
-    with pytest.raises(ValueError, match="has no state with these options"):
+    with pytest.raises(ValueError, match="has no state: call it"):
         layer.get_initial_state(1, LENGTH)
     x = keras.random.normal((1, LENGTH, HEADS * HEAD_DIM))
     with pytest.raises(ValueError, match="has no masks"):

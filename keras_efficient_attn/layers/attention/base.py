@@ -293,7 +293,8 @@ class EfficientAttention(
     def _window_config(self):
         """The current `window`, for `get_config`."""
         sliding = None if self._sliding_window is None else self.window
-        return {"window": self.window, "sliding_window": sliding}
+        config = {"window": self.window, "sliding_window": sliding}
+        return {k: v for k, v in config.items() if k not in self.refused_arguments}
 
     def attend(self, query, key, value, call):
         """Computes attention on projected heads. Subclasses implement this.

@@ -134,7 +134,8 @@ def _parse_options(identifier, text, layer_class):
             )
         if name in options:
             raise ValueError(
-                f"{identifier}: give the option {name!r} once. Received: it twice"
+                f"{identifier}: give the option {name!r} once. Received: "
+                f"{name}={options[name]!r} and {item}"
             )
         if name not in known:
             raise ValueError(

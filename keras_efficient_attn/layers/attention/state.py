@@ -75,8 +75,8 @@ class StreamingState:
         spec = self.state_spec(batch_size, max_length)
         if spec is None:
             raise ValueError(
-                f"{name} has no state with these options: call it on whole sequences, "
-                f"without `state`. Received: max_length={max_length}"
+                f"{name} has no state: call it on whole sequences, without `state`. "
+                f"Received: a {name} with state_spec(...) = None"
             )
         return make_state(spec)
 

@@ -262,7 +262,7 @@ def _epsilon(settings):
 def _norm(settings):
     """The norm of the heads."""
     scale = bool(settings.get("elementwise_affine", True))
-    return OutputNorm(epsilon=_epsilon(settings), scale=scale)
+    return OutputNorm("rms", epsilon=_epsilon(settings), scale=scale)
 
 
 def _delta_options(settings, width, heads, head_dim, expand_v):
@@ -278,7 +278,7 @@ def _delta_options(settings, width, heads, head_dim, expand_v):
         max_beta=2.0 if settings.get("allow_neg_eigval", False) else 1.0,
         convolution=_short_convolution(settings, True),
         feature_map=unit_features(dim),
-        output_norm=OutputNorm(epsilon=_epsilon(settings)),
+        output_norm=OutputNorm("rms", epsilon=_epsilon(settings)),
         use_bias=False,
     )
 
@@ -334,7 +334,7 @@ def _delta(settings, width):
             activation, activation
         ),
         feature_map="sum" if by_sum else unit_features(sizes["key_dim"]),
-        output_norm=OutputNorm(epsilon=_epsilon(settings)),
+        output_norm=OutputNorm("rms", epsilon=_epsilon(settings)),
         output_gate="silu" if settings.get("use_gate", False) else None,
     )
 

@@ -203,7 +203,7 @@ def _delta(settings, width, heads, activation):
         convolution=settings.get("linear_conv_kernel_dim", 4),
         activation=activation,
         feature_map=unit_features(dim),
-        output_norm=OutputNorm(epsilon=OUTPUT_NORM_EPSILON),
+        output_norm=OutputNorm("rms", epsilon=OUTPUT_NORM_EPSILON),
         output_gate="silu",
         use_bias=False,
     )

@@ -1,5 +1,8 @@
 """Layers whose state decays or is corrected: their arguments and special cases."""
 
+import json
+
+import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -131,10 +134,16 @@ def test_gated_linear_decays_begin_at_a_half_to_the_sixteenth(decay):
     np.testing.assert_allclose(to_numpy(log_decay), np.log(0.5) / 16, rtol=0.05)
 
 
-def test_functions_of_gates_survive_the_configuration():
-    layer = DeltaAttention(2, 8, activation=ops.tanh, output_gate="relu")
-    config = layer.get_config()
-    assert config["output_gate"]["activation"] == "relu"
+@keras.saving.register_keras_serializable("tests")
+def halved(x):
+    return x / 2
+
+
+@pytest.mark.parametrize("gate", ["relu", halved])
+def test_functions_of_gates_survive_the_configuration(gate):
+    layer = DeltaAttention(2, 8, activation=ops.tanh, output_gate=gate)
+    config = json.loads(json.dumps(layer.get_config()))
+    assert (config["output_gate"]["activation"] == "relu") == (gate == "relu")
     x = inputs()
     again = DeltaAttention.from_config(config)
     for one in (layer, again):
@@ -153,7 +162,12 @@ def test_functions_of_gates_survive_the_configuration():
         (DeltaAttention, {"activation": "nothing"}, "activation='nothing'"),
         (DeltaAttention, {"output_norm": "layer"}, "`output_norm`: .*kind='layer'"),
         (DeltaAttention, {"output_gate": "nothing"}, "activation='nothing'"),
-        (DeltaAttention, {"output_gate": {"rank": 0}}, "rank=0"),
+        (
+            DeltaAttention,
+            {"output_gate": {"rank": 4}},
+            "must have the field activation",
+        ),
+        (DeltaAttention, {"output_gate": keras.layers.PReLU()}, "without weights"),
         (DeltaAttention, {"window": 4}, "window=4"),
         (DeltaAttention, {"feature_map": "favor++"}, r"feature_map='favor\+\+'"),
         (GatedLinearAttention, {"decay": "matrix"}, "decay='matrix'"),
@@ -204,8 +218,14 @@ def test_projected_maps_equal_the_definition(kind):
             "`num_value_heads` must be None or a multiple.*num_key_value_heads=1",
         ),
         (dict(least_log_decay=1.0), "`least_log_decay` must be a number below 0.*=1.0"),
-        (dict(output_norm={"epsilon": 0}), "`output_norm`: `epsilon` must be.*=0"),
-        (dict(output_gate={"activation": None}), "pass output_gate=None"),
+        (
+            dict(output_norm={"kind": "rms", "epsilon": 0}),
+            "`output_norm`: `epsilon` must be.*=0",
+        ),
+        (
+            dict(output_gate={"activation": "silu", "rank": 0}),
+            "`output_gate`: `rank` must be a positive.*=0",
+        ),
         (dict(output_gate={"width": 3}), "has only the fields.*width=3"),
         (dict(qk_activation="none"), "`qk_activation` must name an activation.*'none'"),
         (dict(use_beta=1), "`use_beta` must be a boolean.*=1"),

@@ -87,7 +87,7 @@ def test_a_state_of_another_window_is_refused(name, length):
 
 def test_a_map_without_a_causal_form_has_no_state():
     layer = PerformerAttention(2, 4, feature_map="favor++")
-    with pytest.raises(ValueError, match="has no state with these options"):
+    with pytest.raises(ValueError, match="has no state: call it"):
         layer.get_initial_state(2)
 
 

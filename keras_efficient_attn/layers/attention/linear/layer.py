@@ -146,8 +146,8 @@ class LinearAttention(EfficientAttention):
     ):
         super().__init__(*args, **kwargs)
         self.feature_map = feature_maps.get(feature_map)
-        window = self._window_or(window)
-        self.keep(locals(), omit=("feature_map",))
+        self.window = self._window_or(window)
+        self.keep(locals(), omit=("feature_map", "window"))
         self._check_window()
         check_bool("normalize", normalize)
         check_bool("qk_norm", qk_norm)

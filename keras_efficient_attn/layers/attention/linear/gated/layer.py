@@ -283,11 +283,8 @@ class GatedStateAttention(LinearAttention):
         return super()._project(heads, gate_input, query_mask)
 
     def get_config(self):
-        config = super().get_config()
-        for name in self.refused_arguments:
-            del config[name]
         return {
-            **config,
+            **super().get_config(),
             "num_heads": self._query_key_heads,
             "activation": _serialize(self.activation),
             "qk_activation": _serialize(self.qk_activation),

@@ -18,8 +18,8 @@ class OutputNorm(Options):
     """The norm of each head's output.
 
     Args:
-        kind: `"rms"` (the default): mean square 1. `"group"`: mean 0 and variance 1,
-            with a gain for each head.
+        kind: `"rms"`: mean square 1. `"group"`: mean 0 and variance 1, with a gain for
+            each head.
         epsilon: Added to the mean square or the variance. Defaults to 1e-5.
         scale: Whether the norm has a learned gain. Defaults to `True`.
 
@@ -33,7 +33,7 @@ class OutputNorm(Options):
     >>> layer = DeltaAttention(num_heads=4, key_dim=16, output_norm=norm)
     """
 
-    kind: str = "rms"
+    kind: str
     epsilon: float = 1e-5
     scale: bool = True
 
@@ -50,7 +50,7 @@ class OutputGate(Options):
     `use_gate` of `keras.layers.MultiHeadAttention` is another, sigmoid, gate.
 
     Args:
-        activation: Name of an activation, or a function. Defaults to `"silu"`.
+        activation: Name of an activation, or a function.
         rank: Rank of W. Defaults to `None`: full (`KimiDeltaAttention`: `value_dim`).
         bias: Whether the projection has a bias. Defaults to `False`.
 
@@ -64,17 +64,18 @@ class OutputGate(Options):
     >>> layer = GatedDeltaAttention(num_heads=4, key_dim=16, output_gate=gate)
     """
 
-    activation: object = "silu"
+    activation: object
     rank: int | None = None
     bias: bool = False
 
     def __post_init__(self):
         super().__post_init__()
         check_positive_int("rank", self.rank, optional=True)
-        if self.activation is None:
+        if self.activation is None or isinstance(self.activation, keras.Layer):
             raise ValueError(
-                "`activation` must name an activation, or be a function: for no gate, "
-                "pass output_gate=None. Received: activation=None"
+                "`activation` must name an activation, or be a function without "
+                "weights: for no gate, pass output_gate=None. Received: "
+                f"activation={self.activation}"
             )
         # Through `object`, because the class is frozen.
         function = activation_of("activation", self.activation)
