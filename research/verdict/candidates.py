@@ -2,6 +2,9 @@
 
 import dataclasses
 
+# Positions of one layer where others of its model have none.
+OWN_ROTARY = ",rotary_wavelength=10000"
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -29,9 +32,10 @@ class Candidate:
 
     @property
     def layers(self):
-        """The attention as a list: one layer, or those that take turns."""
+        """The attention, without positions: a list of a layer, or those in turn."""
         attention = self.attention
-        return [attention] if isinstance(attention, str) else attention
+        layers = [attention] if isinstance(attention, str) else attention
+        return [layer.removesuffix(OWN_ROTARY) for layer in layers]
 
     def options(self, convolution, both_ways=False):
         """Options of the backbone, with a convolution of 4 or without.
@@ -114,5 +118,7 @@ CANDIDATES = {
         without=["gated-delta:convolution=None", "softmax"],
         causal_only=True,
     ),
-    "linear, local in turn": Candidate(["linear", "local:window=64"], **LINEAR),
+    "linear, local in turn": Candidate(
+        ["linear", f"local:window=64{OWN_ROTARY}"], **LINEAR
+    ),
 }
