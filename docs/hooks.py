@@ -36,8 +36,8 @@ def page_of(script, run, notebook):
 
     Args:
         script: The guide.
-        run: Dict of `machine`, `date` and `outputs`, a text for each block of code; or
-            `None`, if the guide was not run.
+        run: Dict of `machine` and `outputs`, a text for each block of code; or `None`,
+            if the guide was not run.
         notebook: Name of the notebook beside the page.
     """
     title, description = HEADER.match(script).groups()
@@ -51,7 +51,7 @@ def page_of(script, run, notebook):
             if output := next(outputs, "").strip():
                 parts.append(f"```text\n{output}\n```")
     if run:
-        parts.append(f"(Printed on {run['machine']}, {run['date']}.)")
+        parts.append(f"(Run with {run['machine']}.)")
     return "\n\n".join(parts) + "\n"
 
 

@@ -13,6 +13,8 @@ import os
 import sys
 from pathlib import Path
 
+from tools.benchmark_pages import machine
+
 GUIDES = Path(__file__).resolve().parent.parent / "docs" / "guides"
 
 
@@ -29,13 +31,7 @@ def main(argv=None):
     os.chdir(GUIDES)
     for name in guides:
         outputs = run((GUIDES / f"{name}.py").read_text(), name)
-        here = describe_environment()
-        run_of = {
-            "machine": f"{here['backend']} {here['backend_version']}, "
-            f"{here['device']} with {here['cpu_count']} cores, Keras {here['keras']}",
-            "date": here["date"],
-            "outputs": outputs,
-        }
+        run_of = {"machine": machine(describe_environment()), "outputs": outputs}
         (GUIDES / f"{name}.json").write_text(json.dumps(run_of, indent=1) + "\n")
 
 
