@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_efficient_attn.ops.common.backend import BACKEND, shape_of
 from keras_efficient_attn.ops.common.numerics import pad
+from keras_efficient_attn.ops.common.plan import device_kind
 from keras_efficient_attn.ops.common.scan import recompute_scan
 from keras_efficient_attn.ops.common.state import keep_last
 
@@ -92,10 +93,12 @@ def _convolve(x, kernel, before, after, places):
 def _meeting(x, y, i, before, after):
     """The positions of `x` that tap `i` reads, and those of `y` that it reads them for.
 
-    All that there are, or for unknown lengths all of `y` and zeros around `x`.
+    On a CPU all that there are; for unknown lengths, and on other devices, whose tiles
+    the slices would not fit, all of `y` and zeros around `x`.
     """
     length, given = shape_of(y)[1], shape_of(x)[1]
-    if not (isinstance(length, int) and isinstance(given, int)):
+    known = isinstance(length, int) and isinstance(given, int)
+    if not known or device_kind() != "cpu":
         tail = [(0, 0)] * (len(x.shape) - 2)
         return pad(x, [(0, 0), (before, after), *tail])[:, i : i + length], y
     offset = i - before

@@ -208,8 +208,9 @@ if BACKEND == "jax":
 
     def _norm_backward(epsilon, centered, dtype, kept, grad):
         x, gain, mean, inverse = kept
-        # Otherwise XLA computes both anew in a slow sum.
-        x, grad = jax.lax.optimization_barrier((x, grad))
+        # Otherwise XLA computes both anew in a slow sum; without a mean, on CPUs only.
+        if centered or device_kind() == "cpu":
+            x, grad = jax.lax.optimization_barrier((x, grad))
         grad = grad.astype(accumulator_dtype(x))
         wide = x.astype(grad.dtype)
         y = (wide - mean if centered else wide) * inverse
