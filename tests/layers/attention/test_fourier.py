@@ -99,7 +99,7 @@ def test_the_linear_form_is_that_of_its_frequencies_and_streams():
         ({"linear": "yes"}, "linear='yes'"),
         ({"linear": True, "num_frequencies": -1}, "num_frequencies=-1"),
         ({"linear": True, "num_frequencies": 91}, "16653 features"),
-        ({"linear": True, "initial_radius": 2.0}, "noise.*initial_radius=2.0"),
+        ({"linear": True, "initial_radius": 2.0}, "inaccurate.*initial_radius=2.0"),
     ],
     ids=str,
 )
