@@ -76,7 +76,7 @@ class StreamingState:
         if spec is None:
             raise ValueError(
                 f"{name} has no state: call it on whole sequences, without `state`. "
-                f"Received: a {name} with state_spec(...) = None"
+                f"Received: the layer {self.name!r}"
             )
         return make_state(spec)
 
