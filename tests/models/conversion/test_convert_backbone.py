@@ -473,7 +473,10 @@ def test_what_t5_refuses():
     backbone = families.make("t5")
     data = families.inputs(backbone)
     for options, message in (
-        (dict(attention="local", layers=[0]), r"together: \[0, 1\].*layers=\[0\]"),
+        (
+            dict(attention="local", layers=[0]),
+            r"together: pass all of \[0, 1\].*layers=\[0\]",
+        ),
         (dict(attention={"local": 1, "full": 1}), "replaced together"),
         (
             dict(attention="local", layers="auto", budget=1.0, calibrate=data),
