@@ -1,4 +1,4 @@
-"""What follows the heads of layers with decays or the delta rule: a norm and a gate."""
+"""The norm and the gate after the heads of layers with decays or the delta rule."""
 
 import dataclasses
 
@@ -15,11 +15,15 @@ from keras_efficient_attn.ops.common.checks import (
 
 @dataclasses.dataclass(frozen=True)
 class OutputNorm(Options):
-    """The norm of each head's output.
+    """The norm of each head's output, a vector `x` of `value_dim` entries.
+
+    ```
+    gain ⊙ (x − μ) / √(mean of (x − μ)² + epsilon)
+    ```
 
     Args:
-        kind: `"rms"`: mean square 1. `"group"`: mean 0 and variance 1, with a gain for
-            each head.
+        kind: `"rms"`: μ is 0, and all heads share the gain. `"group"`: μ is the mean of
+            `x`, and each head has a gain.
         epsilon: Added to the mean square or the variance. Defaults to 1e-5.
         scale: Whether the norm has a learned gain. Defaults to `True`.
 
@@ -31,6 +35,10 @@ class OutputNorm(Options):
     >>> from keras_efficient_attn import DeltaAttention, OutputNorm
     >>> norm = OutputNorm("rms", epsilon=1e-6, scale=False)
     >>> layer = DeltaAttention(num_heads=4, key_dim=16, output_norm=norm)
+
+    Reference:
+        - [Zhang and Sennrich, 2019](https://arxiv.org/abs/1910.07467), `"rms"`
+        - [Wu and He, 2018](https://arxiv.org/abs/1803.08494), `"group"`
     """
 
     kind: str
