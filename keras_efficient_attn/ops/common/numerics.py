@@ -198,9 +198,12 @@ if BACKEND == "jax":
 
     def _norm_forward(x, gain, epsilon, centered, dtype):
         wide = x.astype(accumulator_dtype(x))
-        mean = mean_of_channels(wide) if centered else None
-        wide = wide - mean if centered else wide
-        power = mean_of_channels(jax.numpy.square(wide))
+        power, mean = mean_of_channels(jax.numpy.square(wide)), None
+        if centered:
+            # Both sums in one pass, as in Keras' norms.
+            mean = mean_of_channels(wide)
+            power = jax.numpy.maximum(power - mean * mean, 0)
+            wide = wide - mean
         inverse = jax.numpy.sign(power) * jax.lax.rsqrt(power + epsilon)
         y = wide * inverse
         y = y if gain is None else y * gain.astype(y.dtype)
