@@ -64,10 +64,10 @@ class Candidate:
 
 
 ROTARY = {"positions": "rotary", "convolved_positions": "rotary"}
-# Layers that do not rotate have sinusoids.
-SINUSOIDAL = {"positions": "sinusoidal", "convolved_positions": "sinusoidal"}
-# Positions by rotation without a convolution; with one, none.
+# Positions without a convolution; with one, none. Layers that do not rotate have
+# sinusoids.
 LINEAR = {"positions": "rotary"}
+SINUSOIDAL = {"positions": "sinusoidal"}
 
 # The modules with the tasks.
 PARTS = ("language", "recall", "both_ways", "listops", "classes")
