@@ -19,6 +19,7 @@ from tables import mean_and_spread, show
 
 ATTENTION = [
     "softmax:rotary_wavelength=10000",
+    "softmax",
     "linear:feature_map=elu",
     "performer:feature_map=favor+,num_features=64,qk_norm=True",
     "vq:num_codes=64,window=64,relative_positions=True",

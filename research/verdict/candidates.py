@@ -21,6 +21,8 @@ class Candidate:
         small: The attention of the tasks of recall. Its state has about as many bytes
             as one head of 32 x 32, 4,228, where options of the layer allow it; the
             caches of softmax, Transformer-XL, strided keys and Reformer have more.
+        recall: Whether it takes part in these tasks. Their models have one block and no
+            positions: hybrids and other positions do not.
     """
 
     attention: str | list
@@ -29,6 +31,7 @@ class Candidate:
     without: str | list | None = None
     causal_only: bool = False
     small: str | list | None = None
+    recall: bool = True
 
     @property
     def layers(self):
@@ -73,6 +76,7 @@ SINUSOIDAL = {"positions": "sinusoidal"}
 PARTS = ("language", "recall", "both_ways", "listops", "classes")
 CANDIDATES = {
     "softmax": Candidate("softmax", **ROTARY),
+    "softmax, no positions": Candidate("softmax", recall=False),
     "linear": Candidate("linear", **LINEAR),
     "linear, Hedgehog": Candidate(
         "linear:feature_map=hedgehog",
@@ -117,8 +121,9 @@ CANDIDATES = {
         ["gated-delta", "softmax"],
         without=["gated-delta:convolution=None", "softmax"],
         causal_only=True,
+        recall=False,
     ),
     "linear, local in turn": Candidate(
-        ["linear", f"local:window=64{OWN_ROTARY}"], **LINEAR
+        ["linear", f"local:window=64{OWN_ROTARY}"], **LINEAR, recall=False
     ),
 }

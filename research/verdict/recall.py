@@ -28,10 +28,8 @@ SIZES = {
 
 
 def options(candidate, convolution):
-    """Options of the backbone; `None` for hybrids, as the model has one block."""
-    if isinstance(candidate.attention, list):
-        return None
-    return candidate.small_options(convolution)
+    """Options of the backbone; `None` for candidates that do not take part."""
+    return candidate.small_options(convolution) if candidate.recall else None
 
 
 def measure(options, seed, sizes):
