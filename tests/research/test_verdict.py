@@ -17,7 +17,7 @@ from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.layers.attention.registry import attention_class
 from tests.autodiff import to_numpy
 from tests.registered import own_attention_names
-from verdict import both_ways, cost, language, listops, models
+from verdict import both_ways, cost, language, listops, models, recall
 from verdict.candidates import CANDIDATES
 from verdict.runs import Runs
 
@@ -70,11 +70,24 @@ def test_models_have_every_layer_of_a_candidate(name):
         assert kinds == {attention_class(each) for each in names_of(attention)}
 
 
-def test_linear_models_of_both_ways_know_the_order():
-    linear = CANDIDATES["linear"]
-    assert linear.options(True)["positions"] is None
-    assert linear.options(True, both_ways=True)["positions"] == "rotary"
-    assert linear.options(False)["positions"] == "rotary"
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [("linear", "rotary"), ("reformer", "sinusoidal"), ("fourier", "sinusoidal")],
+)
+def test_a_convolution_gives_causal_models_the_order(name, positions):
+    candidate = CANDIDATES[name]
+    assert candidate.options(True)["positions"] is None
+    assert candidate.options(True, both_ways=True)["positions"] == positions
+    assert candidate.options(False)["positions"] == positions
+
+
+def test_softmax_has_rotary_positions_or_none():
+    names = {"softmax": "rotary", "softmax, no positions": None}
+    for name, positions in names.items():
+        for convolution in (True, False):
+            assert CANDIDATES[name].options(convolution)["positions"] == positions
+    # Models of recall have none: it would be the same model twice.
+    assert recall.options(CANDIDATES["softmax, no positions"], True) is None
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -103,7 +116,7 @@ def test_a_part_runs_what_is_missing(part, names, tmp_path, capsys, monkeypatch)
     arguments += ["--convolution", "with", "--sizes", *TINY[part].split()]
     assert verdict_run.main(arguments) == 0
     records = [json.loads(x.read_text()) for x in (tmp_path / part).iterdir()]
-    # What computes causally only has no masked model, and one block is no hybrid.
+    # Layers that are causal only have no masked model, and one block is no hybrid.
     left_out = {"both_ways": "gated-delta", "recall": "linear, local in turn"}
     expected = [name for name in names if name != left_out.get(part)]
     assert sorted(record["candidate"] for record in records) == sorted(expected)
