@@ -99,6 +99,11 @@ COLUMNS = {
         "at 4,096": (("bits_per_byte", "4096"), 3, 1),
         "at 16,384": (("bits_per_byte", "16384"), 3, 1),
     },
+    "depth": {
+        "bits per byte at 1,024": (("bits_per_byte", "1024"), 3, 1),
+        "at 4,096": (("bits_per_byte", "4096"), 3, 1),
+        "at 16,384": (("bits_per_byte", "16384"), 3, 1),
+    },
     "recall": {
         "recall of 20 pairs, %": (("recall", "accuracy", "20"), 1, 100),
         "in a row of 256, %": (("long_recall", "accuracy", "20"), 1, 100),
@@ -118,13 +123,39 @@ COLUMNS = {
 }
 
 
+# What README and `choosing.md` show of the quality, and what the latter adds.
+QUALITY = [
+    ("language", "bits per byte at 1,024"),
+    ("language", "at 16,384"),
+    ("recall", "recall of 20 pairs, %"),
+    ("both_ways", "bits per hidden byte at 256"),
+]
+MORE_QUALITY = [
+    ("recall", "parity at 8 times, %"),
+    ("listops", "all lists, %"),
+    ("classes", "packages, %"),
+]
+
+
 def pages(rows, costs):
     """Dict from a page to its tables, by their marks."""
-    shown = {name: row for (name, convolution), row in rows.items() if convolution}
+    shown = {
+        name: row
+        for (name, convolution), row in rows.items()
+        if convolution and set(row) != {"depth"}
+    }
     familiar = {name: row for name, row in shown.items() if name in FAMILIAR}
+    quality, cost = quality_columns(QUALITY), cost_columns(costs)
+    more = quality_columns(MORE_QUALITY)
+    memory = {
+        "memory of a training step": share_column(costs, "train", "memory_bytes")
+    }
     return {
-        "README.md": {"verdict": summary(familiar, costs, short=True)},
-        "docs/choosing.md": {"verdict": summary(shown, costs)},
+        "README.md": {"verdict": summary(familiar, quality | cost)},
+        "docs/choosing.md": {
+            "verdict": summary(shown, quality | more),
+            "properties": summary(shown, cost | memory | PROPERTIES),
+        },
         "docs/benchmarks/verdict.md": {
             **{part: part_table(rows, part) for part in PARTS},
             "cost": cost_table(costs),
@@ -143,36 +174,59 @@ def part_table(rows, part):
     return markdown(["attention", "convolution", *columns, "seeds"], lines)
 
 
-def summary(rows, costs, short=False):
-    """The table of candidates with a convolution, quality and cost side by side."""
-    chosen = [
-        ("language", "bits per byte at 1,024"),
-        ("language", "at 16,384"),
-        ("recall", "recall of 20 pairs, %"),
-        ("both_ways", "bits per hidden byte at 256"),
-    ]
-    header = ["attention", *(title for _, title in chosen)]
-    header += ["training step", "generated token", "state, KiB"]
-    header += [] if short else ["takes trained softmax", "causal", "seeds"]
-    lines = []
-    for name, row in rows.items():
-        cells = [cell(row, part, *COLUMNS[part][title]) for part, title in chosen]
-        cells += [ratio(name, costs, mode) for mode in ("train", "decode")]
-        size, replaces = facts(name)
-        cells.append(f"{size / 1024:,.0f}")
-        if not short:
-            causal = "always" if CANDIDATES[name].causal_only else "optional"
-            seeds = [len(row[part]) for part, _ in chosen if row.get(part)]
-            cells += [yes(replaces), causal, min(seeds, default="-")]
-        lines.append([name, *cells])
-    # Without columns of what nobody has measured.
-    columns = [
-        column
-        for column in zip(header, *lines, strict=True)
-        if set(column[1:]) != {"-"}
-    ]
-    header, *lines = zip(*columns, strict=True)
-    return markdown(list(header), lines)
+def summary(rows, columns):
+    """A table of candidates, without columns of what nobody has measured.
+
+    Args:
+        rows: Dict from a candidate to its results by part.
+        columns: Dict from a title to a function of both that makes the cell.
+    """
+    table = {"attention": list(rows)}
+    for title, make in columns.items():
+        cells = [make(name, row) for name, row in rows.items()]
+        if set(cells) != {"-"}:
+            table[title] = cells
+    return markdown(list(table), list(map(list, zip(*table.values(), strict=True))))
+
+
+def quality_columns(chosen):
+    """Columns for `summary` of pairs of a part and the title of a column of it."""
+    return {
+        title: lambda name, row, part=part, title=title: cell(
+            row, part, *COLUMNS[part][title]
+        )
+        for part, title in chosen
+    }
+
+
+def cost_columns(costs):
+    """Columns for `summary` of times, memory and the state."""
+
+    return {
+        "training step": share_column(costs, "train", "seconds"),
+        "generated token": share_column(costs, "decode", "seconds"),
+        "state, KiB": lambda name, row: f"{facts(name)['bytes'] / 1024:,.0f}",
+    }
+
+
+def share_column(costs, mode, field):
+    """A column for `summary` of `relative`."""
+
+    def make(name, row):
+        value = relative(name, costs, mode, field)
+        return "-" if value is None else f"{value:.2g}"
+
+    return make
+
+
+# Columns for `summary` of what the layers say of themselves.
+PROPERTIES = {
+    "streams with": lambda name, row: facts(name)["streams"],
+    "takes trained softmax": lambda name, row: yes(facts(name)["replaces"]),
+    "causal": lambda name, row: (
+        "always" if CANDIDATES[name].causal_only else "optional"
+    ),
+}
 
 
 def cost_table(costs):
@@ -237,23 +291,21 @@ def bits(row, length):
     return statistics.fmean(values) if values else math.inf
 
 
-def ratio(name, costs, mode):
-    """A cell: seconds at `COST_LENGTH`, softmax being 1; the mean of layers in turn."""
-    value = relative(name, costs, mode)
-    return "-" if value is None else f"{value:.2g}"
+def relative(name, costs, mode, field):
+    """A field of the layer at `COST_LENGTH`, softmax being 1; `None` if not measured.
 
-
-def relative(name, costs, mode):
+    Of layers in turn, the mean.
+    """
     comparison = costs.get((mode, BACKEND), {}).get(COST_LENGTH)
     if comparison is None:
         return None
-    seconds = [
-        comparison.series(layer, "seconds").get(COST_LENGTH)
+    values = [
+        comparison.series(layer, field).get(COST_LENGTH)
         for layer in [*CANDIDATES[name].layers, "softmax"]
     ]
-    if None in seconds:
+    if None in values:
         return None
-    *own, softmax = seconds
+    *own, softmax = values
     return statistics.fmean(own) / softmax
 
 
@@ -262,9 +314,9 @@ def facts(name):
     """What a candidate's layers say of themselves.
 
     Returns:
-        `(bytes, replaces)`: of the state of a model of language after `LONG`
-        positions; and whether the layers, with these options, compute or estimate
-        softmax attention with its trained weights.
+        Dict of `bytes`, of the state of a model of language after `LONG` positions;
+        `streams`, the kind of that state; and `replaces`, whether the layers, with
+        these options, compute or estimate softmax attention with its trained weights.
     """
     import keras
 
@@ -285,7 +337,12 @@ def facts(name):
         or (layer.estimates_softmax and layer.conversion_refusal({}) is None)
         for layer in layers
     )
-    return size * SIZES["layers"] // len(layers), replaces
+    grows = any(layer.state_grows for layer in layers)
+    return {
+        "bytes": size * SIZES["layers"] // len(layers),
+        "streams": "a growing cache" if grows else "a constant state",
+        "replaces": replaces,
+    }
 
 
 def draw(rows, costs, path):
@@ -297,7 +354,7 @@ def draw(rows, costs, path):
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     points = {
-        name: (relative(name, costs, "train"), bits(row, LONG))
+        name: (relative(name, costs, "train", "seconds"), bits(row, LONG))
         for (name, convolution), row in rows.items()
         if convolution
     }

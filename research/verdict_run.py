@@ -66,6 +66,8 @@ def main(arguments):
     for seed in arguments.seeds:
         for name in arguments.candidates:
             candidate = CANDIDATES[name]
+            if arguments.part not in candidate.parts:
+                continue
             for convolution in variants[arguments.convolution]:
                 options = part.options(candidate, convolution)
                 if options is None:

@@ -109,7 +109,7 @@ def equal_widths(attentions, options):
     """
     width = options["feed_forward"] or 4 * options["dim"]
     counts = {
-        attention: build_model(attention, **options).count_params()
+        attention: trained_parameters(build_model(attention, **options))
         for attention in attentions
     }
     # A row and a column of each block.
@@ -118,3 +118,8 @@ def equal_widths(attentions, options):
         attention: width + WIDTH_UNIT * round((max(counts.values()) - count) / unit)
         for attention, count in counts.items()
     }
+
+
+def trained_parameters(model):
+    """The number of trainable weights: statistics, as of codes, do not count."""
+    return sum(math.prod(variable.shape) for variable in model.trainable_variables)

@@ -11,7 +11,13 @@ import keras
 from byte_lm import data, results
 from byte_lm.checkpoints import Checkpoints, write_text
 from byte_lm.finite_steps import keep_finite
-from byte_lm.model import OPTIONS, BitsPerByte, build_model, check_attention
+from byte_lm.model import (
+    OPTIONS,
+    BitsPerByte,
+    build_model,
+    check_attention,
+    trained_parameters,
+)
 from byte_lm.sampling import sample
 from command_line import UsageError, make_folder, show_progress
 from keras_efficient_attn import AdaptiveSpan
@@ -110,7 +116,7 @@ def run(arguments, fixed):
     keep_finite(model)
     print(
         f"{keras.backend.backend()} backend, {arguments.attention} attention, "
-        f"{model.count_params():,} parameters; "
+        f"{trained_parameters(model):,} parameters; "
         + ", ".join(f"{len(split):,} {name}" for name, split in splits.items())
         + " bytes",
         flush=True,
@@ -250,7 +256,7 @@ def finish(model, splits, arguments, record):
 
     result = {
         "attention": arguments.attention,
-        "parameters": model.count_params(),
+        "parameters": trained_parameters(model),
         "bits_per_byte": bits,
         **baselines,
         "test_bytes": len(test),

@@ -7,9 +7,10 @@ import keras
 import numpy as np
 
 from byte_lm.data import load_splits
+from byte_lm.model import trained_parameters
 from command_line import UsageError
 from keras_efficient_attn.models import EfficientMaskedLM
-from verdict.models import backbone, fit, trained
+from verdict.models import backbone, fit
 
 SIZES = {
     "layers": 2,
@@ -52,7 +53,7 @@ def measure(options, seed, sizes):
         str(length): bits_per_byte(model, splits["test"], length, sizes)
         for length in sizes["lengths"]
     }
-    return {"bits_per_byte": bits, "parameters": trained(model)}
+    return {"bits_per_byte": bits, "parameters": trained_parameters(model)}
 
 
 def hide(rows, random, sizes):

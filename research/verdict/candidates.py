@@ -2,6 +2,12 @@
 
 import dataclasses
 
+# The modules with the tasks.
+PARTS = ("language", "depth", "recall", "both_ways", "listops", "classes")
+# Of two blocks: those of recall, which have one block and no positions, are apart, and
+# so are those of four blocks.
+COMMON = ("language", "both_ways", "listops", "classes")
+MOST = (*COMMON, "recall")
 # Positions of one layer where others of its model have none.
 OWN_ROTARY = ",rotary_wavelength=10000"
 
@@ -18,11 +24,11 @@ class Candidate:
         without: The attention without a convolution, where `attention` has one of its
             own; the backbone then adds none.
         causal_only: Whether the layers compute causally only.
-        small: The attention of the tasks of recall. Its state has about as many bytes
-            as one head of 32 x 32, 4,228, where options of the layer allow it; the
-            caches of softmax, Transformer-XL, strided keys and Reformer have more.
-        recall: Whether it takes part in these tasks. Their models have one block and no
-            positions: hybrids and other positions do not.
+        small: The attention of the tasks of recall. Its state has as many bytes as one
+            head of 32 x 32, 4,228, or up to 8 % less, where options of the layer allow
+            it; the caches of softmax, Transformer-XL, strided keys, Reformer and Fourier
+            attention have more.
+        parts: Names of the tasks that it takes part in.
     """
 
     attention: str | list
@@ -31,7 +37,7 @@ class Candidate:
     without: str | list | None = None
     causal_only: bool = False
     small: str | list | None = None
-    recall: bool = True
+    parts: tuple = MOST
 
     @property
     def layers(self):
@@ -72,11 +78,9 @@ ROTARY = {"positions": "rotary", "convolved_positions": "rotary"}
 LINEAR = {"positions": "rotary"}
 SINUSOIDAL = {"positions": "sinusoidal"}
 
-# The modules with the tasks.
-PARTS = ("language", "recall", "both_ways", "listops", "classes")
 CANDIDATES = {
-    "softmax": Candidate("softmax", **ROTARY),
-    "softmax, no positions": Candidate("softmax", recall=False),
+    "softmax": Candidate("softmax", **ROTARY, parts=PARTS),
+    "softmax, no positions": Candidate("softmax", parts=COMMON),
     "linear": Candidate("linear", **LINEAR),
     "linear, Hedgehog": Candidate(
         "linear:feature_map=hedgehog",
@@ -86,7 +90,7 @@ CANDIDATES = {
     "linear, learned and window": Candidate(
         "linear:feature_map=learned,window=64",
         **LINEAR,
-        small="linear:feature_map=learned,window=8,key_dim=16,value_dim=32",
+        small="linear:feature_map=learned,window=8,key_dim=10,value_dim=32",
     ),
     "performer": Candidate("performer", **LINEAR, small="performer:num_features=32"),
     "performer, hyperbolic": Candidate(
@@ -97,8 +101,17 @@ CANDIDATES = {
     "retention": Candidate("retention", causal_only=True),
     "gated-linear": Candidate("gated-linear", causal_only=True),
     "delta": Candidate("delta", without="delta:convolution=None", causal_only=True),
+    "delta, beta up to 2": Candidate(
+        "delta:max_beta=2.0",
+        without="delta:convolution=None,max_beta=2.0",
+        causal_only=True,
+        parts=("recall",),
+    ),
     "gated-delta": Candidate(
-        "gated-delta", without="gated-delta:convolution=None", causal_only=True
+        "gated-delta",
+        without="gated-delta:convolution=None",
+        causal_only=True,
+        parts=PARTS,
     ),
     "kimi-delta": Candidate(
         "kimi-delta", without="kimi-delta:convolution=None", causal_only=True
@@ -106,7 +119,8 @@ CANDIDATES = {
     "local": Candidate("local:window=64", **ROTARY, small="local:window=16"),
     "sparse": Candidate("sparse:stride=32", **ROTARY, small="sparse:stride=8"),
     "vq": Candidate(
-        "vq:window=64,num_codes=64", **ROTARY, small="vq:window=8,num_codes=8"
+        "vq:window=64,num_codes=64,relative_positions=True",
+        small="vq:window=8,num_codes=16",
     ),
     "adaptive-span": Candidate(
         "adaptive-span:max_span=256,relative_positions=True",
@@ -117,13 +131,13 @@ CANDIDATES = {
     ),
     "xl": Candidate("xl:memory_length=0"),
     "fourier": Candidate("fourier", **SINUSOIDAL),
-    "gated-delta, softmax in turn": Candidate(
-        ["gated-delta", "softmax"],
-        without=["gated-delta:convolution=None", "softmax"],
+    "three gated-delta, one softmax": Candidate(
+        ["gated-delta"] * 3 + ["softmax"],
+        without=["gated-delta:convolution=None"] * 3 + ["softmax"],
         causal_only=True,
-        recall=False,
+        parts=("depth",),
     ),
     "linear, local in turn": Candidate(
-        ["linear", f"local:window=64{OWN_ROTARY}"], **LINEAR, recall=False
+        ["linear", f"local:window=64{OWN_ROTARY}"], **LINEAR, parts=COMMON
     ),
 }

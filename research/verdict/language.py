@@ -1,9 +1,10 @@
 """Causal models of bytes, tested beyond the length of their training."""
 
 from byte_lm.data import batches, load_splits
+from byte_lm.model import trained_parameters
 from claims.byte_models import bits_per_byte
 from keras_efficient_attn.models import EfficientCausalLM
-from verdict.models import backbone, fit, trained
+from verdict.models import backbone, fit
 
 SIZES = {
     "layers": 2,
@@ -24,7 +25,7 @@ SIZES = {
 
 
 def options(candidate, convolution):
-    """Options of the backbone; `None` for candidates that do not take part."""
+    """Options of the backbone."""
     return candidate.options(convolution)
 
 
@@ -45,4 +46,4 @@ def measure(options, seed, sizes):
         )
         for length in sizes["lengths"]
     }
-    return {"bits_per_byte": bits, "parameters": trained(model)}
+    return {"bits_per_byte": bits, "parameters": trained_parameters(model)}

@@ -1,9 +1,8 @@
 """The plain model, and its training."""
 
-import math
-
 import keras
 
+from byte_lm.model import trained_parameters
 from keras_efficient_attn.models import EfficientTransformerBackbone
 from verdict.candidates import CANDIDATES
 
@@ -34,16 +33,11 @@ def backbone(options, sizes, vocabulary, architecture, seed):
         )
 
     width = 4 * sizes["dim"]
-    wanted = trained(build(CANDIDATES["softmax"].options(False), width))
-    excess = trained(build(options, width)) - wanted
+    wanted = trained_parameters(build(CANDIDATES["softmax"].options(False), width))
+    excess = trained_parameters(build(options, width)) - wanted
     per_unit = sizes["layers"] * (2 * sizes["dim"] + 1)
     keras.utils.set_random_seed(seed)
     return build(options, width - round(excess / per_unit))
-
-
-def trained(model):
-    """The number of trainable weights."""
-    return sum(math.prod(variable.shape) for variable in model.trainable_variables)
 
 
 def fit(model, batches, sizes):

@@ -28,8 +28,8 @@ SIZES = {
 
 
 def options(candidate, convolution):
-    """Options of the backbone; `None` for candidates that do not take part."""
-    return candidate.small_options(convolution) if candidate.recall else None
+    """Options of the model of one block."""
+    return candidate.small_options(convolution)
 
 
 def measure(options, seed, sizes):

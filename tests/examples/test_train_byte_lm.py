@@ -197,12 +197,13 @@ def test_layers_with_decays_and_the_delta_rule_train_by_name(attention):
 @pytest.mark.any_backend
 def test_equal_widths_give_models_the_parameters_of_the_largest():
     options = dict(layers=2, dim=32, heads=2, feed_forward=None, convolution=0)
-    compared = ["gated-delta", "softmax:rotary_wavelength=100", "vq:num_codes=64"]
+    compared = ["gated-delta", "softmax:rotary_wavelength=100", "vq:num_codes=256"]
     widths = equal_widths(compared, options)
     counts = {}
     for attention in compared:
         model = build_model(attention, **{**options, "feed_forward": widths[attention]})
-        counts[attention] = sum(math.prod(weight.shape) for weight in model.weights)
+        weights = model.trainable_weights
+        counts[attention] = sum(math.prod(weight.shape) for weight in weights)
     assert max(counts.values()) <= 1.02 * min(counts.values())
     assert min(widths.values()) == 4 * 32 < max(widths.values())
 

@@ -17,18 +17,20 @@ from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.layers.attention.registry import attention_class
 from tests.autodiff import to_numpy
 from tests.registered import own_attention_names
-from verdict import both_ways, cost, language, listops, models, recall
-from verdict.candidates import CANDIDATES
+from verdict import both_ways, cost, depth, language, listops, models, recall
+from verdict.candidates import CANDIDATES, PARTS
 from verdict.runs import Runs
 
 pytestmark = pytest.mark.any_backend
 
 SIZES = {"layers": 1, "heads": 2, "dim": 8}
+TEXT = (
+    "layers=1 heads=2 dim=8 steps=2 batch=2 length=16 lengths=[16,32] scored=4 "
+    "windows=2"
+)
 TINY = {
-    "language": (
-        "layers=1 heads=2 dim=8 steps=2 batch=2 length=16 lengths=[16,32] scored=4 "
-        "windows=2"
-    ),
+    "language": TEXT,
+    "depth": TEXT,
     "both_ways": (
         "layers=1 heads=2 dim=8 steps=2 batch=2 length=24 lengths=[24,48] windows=2"
     ),
@@ -58,8 +60,10 @@ def test_every_registered_layer_is_a_candidate():
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_models_have_every_layer_of_a_candidate(name):
-    sizes = {"layers": language.SIZES["layers"], "heads": 2, "dim": 64}
     candidate = CANDIDATES[name]
+    deep = candidate.parts == ("depth",)
+    layers = (depth if deep else language).SIZES["layers"]
+    sizes = {"layers": layers, "heads": 2, "dim": 64}
     for convolution, attention in (
         (True, candidate.attention),
         (False, candidate.without or candidate.attention),
@@ -87,7 +91,7 @@ def test_softmax_has_rotary_positions_or_none():
         for convolution in (True, False):
             assert CANDIDATES[name].options(convolution)["positions"] == positions
     # Models of recall have none: it would be the same model twice.
-    assert recall.options(CANDIDATES["softmax, no positions"], True) is None
+    assert "recall" not in CANDIDATES["softmax, no positions"].parts
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -107,6 +111,7 @@ def test_models_have_as_many_weights_as_softmax(name):
         ("language", ["gated-delta", "local"]),
         ("both_ways", ["gated-delta", "linear"]),
         ("recall", ["delta", "linear, local in turn"]),
+        ("depth", ["softmax", "linear"]),
         ("listops", ["softmax"]),
         ("classes", ["softmax"]),
     ],
@@ -117,7 +122,11 @@ def test_a_part_runs_what_is_missing(part, names, tmp_path, capsys, monkeypatch)
     assert verdict_run.main(arguments) == 0
     records = [json.loads(x.read_text()) for x in (tmp_path / part).iterdir()]
     # Layers that are causal only have no masked model, and one block is no hybrid.
-    left_out = {"both_ways": "gated-delta", "recall": "linear, local in turn"}
+    left_out = {
+        "both_ways": "gated-delta",
+        "recall": "linear, local in turn",
+        "depth": "linear",
+    }
     expected = [name for name in names if name != left_out.get(part)]
     assert sorted(record["candidate"] for record in records) == sorted(expected)
     for record in records:
@@ -257,7 +266,7 @@ def record(candidate, convolution, bits, seed=0):
 
 
 PAGES = ("README.md", "docs/choosing.md", "docs/benchmarks/verdict.md")
-MARKS = ("verdict", "language", "recall", "both_ways", "listops", "classes", "cost")
+MARKS = ("verdict", "properties", *PARTS, "cost")
 
 
 def make_pages(root, marks=MARKS):
@@ -313,9 +322,15 @@ def test_the_tables_have_means_deviations_and_costs(tmp_path):
     assert language_rows[4][2] == f"2.500 ± {spread}" and language_rows[4][-1] == "2"
     assert len(language_rows) == 6
     header, _, linear, softmax, turns = cells_below(tmp_path / PAGES[1], "verdict")
+    assert header == ["attention", "bits per byte at 1,024", "at 16,384"]
+    assert softmax[1] == f"2.500 ± {spread}"
+    header, _, linear, softmax, turns = cells_below(tmp_path / PAGES[1], "properties")
+    memory = header.index("memory of a training step")
+    assert linear[memory] == "1"
     step, state = header.index("training step"), header.index("state, KiB")
     assert [row[step] for row in (linear, softmax, turns)] == ["0.25", "1", "0.38"]
-    assert [row[step + 1] for row in (linear, softmax)] == ["-", "1"]
+    token = header.index("generated token")
+    assert [row[token] for row in (linear, softmax)] == ["-", "1"]
     # Of two layers: 4 heads of 32 × 32, 32 sums of keys and a maximum, in float32;
     # and keys and values of 16,384 positions.
     heads = 2 * 4 * (32 * 32 + 32) * 4
@@ -325,8 +340,8 @@ def test_the_tables_have_means_deviations_and_costs(tmp_path):
         cache / 1024, rel=0.01
     )
     assert [row[-3:] for row in (linear, softmax)] == [
-        ["no", "optional", "1"],
-        ["yes", "optional", "2"],
+        ["a constant state", "no", "optional"],
+        ["a growing cache", "yes", "optional"],
     ]
     costs = cells_below(tmp_path / PAGES[2], "cost")
     assert ["layer", "jax 4,096", "MiB, jax 4,096"] in costs
@@ -359,22 +374,30 @@ def test_pages_have_the_tables_of_the_runs():
 def test_costs_that_are_missing_are_measured(tmp_path, monkeypatch):
     calls = []
 
-    def compare(layers, lengths, **options):
-        calls.append((lengths, options["mode"]))
-        settings = Settings(tuple(layers), tuple(lengths), **options)
+    def run(settings):
+        calls.append((settings.lengths, settings.mode))
         return Comparison(settings, [], {})
 
-    monkeypatch.setattr(cost, "compare", compare)
+    monkeypatch.setattr(cost, "run", run)
     sizes = {**cost.SIZES, "lengths": [16, 32]}
     names = ["linear", "linear, local in turn"]
     found = list(cost.measure(tmp_path, names, sizes))
-    assert calls == [([n], mode) for n in (16, 32) for mode in ("train", "decode")]
+    assert calls == [((n,), mode) for n in (16, 32) for mode in ("train", "decode")]
     assert {x.settings.layers for x in found} == {("linear", "local:window=64")}
     backend = keras.backend.backend()
     (tmp_path / f"train-{backend}-32.json").unlink()
     calls.clear()
     list(cost.measure(tmp_path, names, sizes))
-    assert calls == [([32], "train")]
+    assert calls == [((32,), "train")]
+    # Files with more layers have these too; those of other settings, or without a
+    # layer, do not count.
+    calls.clear()
+    list(cost.measure(tmp_path, ["linear"], sizes))
+    assert calls == []
+    list(cost.measure(tmp_path, names, {**sizes, "lengths": [16], "time_limit": 1.0}))
+    assert calls == [((16,), "train"), ((16,), "decode")]
+    list(cost.measure(tmp_path, ["softmax"], {**sizes, "lengths": [32]}))
+    assert calls[2:] == [((32,), "train"), ((32,), "decode")]
 
 
 def test_models_of_one_seed_begin_alike():
