@@ -20,7 +20,7 @@ from text_classes.data import csv_file, standard_library
 def parse_arguments(argv):
     parser = Parser(__doc__)
     add = parser.add_argument
-    parser.add_attention("performer:feature_map=elu")
+    parser.add_attention("local:window=64,rotary_wavelength=10000")
     add("--baseline", default="softmax", metavar="NAME", help="what to compare with")
     add("--csv", metavar="FILE", help="texts and labels; default: standard library")
     add("--classes", type=positive, default=8, help="packages to tell apart")

@@ -29,7 +29,7 @@ def parse_arguments(argv):
     add("--strategy", choices=STRATEGIES, default="data", help="what is split")
     add("--devices", type=positive, default=4, help="virtual ones, on a CPU")
     add("--length", type=positive, default=256, help="bytes of a sequence")
-    parser.add_attention("linear")
+    parser.add_attention("gated-delta")
     parser.add_model_size(dim=64, heads=4, layers=2)
     parser.add_training(steps=20, batch=8, learning_rate=1e-3)
     parser.add_seed_and_verbose()

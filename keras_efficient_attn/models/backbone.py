@@ -153,9 +153,8 @@ class EfficientTransformerBackbone(
         num_heads=4,
         hidden_dim=64,
         intermediate_dim=256,
-        attention=["performer:feature_map=elu", "softmax"],
+        attention=["gated-delta"] * 3 + ["softmax:rotary_wavelength=10000"],
         feed_forward=FeedForwardOptions("silu", gated=True),
-        positions="rotary",
     )
     tokens = keras.random.randint((2, 100), 0, 256)
     hidden = backbone({"token_ids": tokens, "padding_mask": keras.ops.ones((2, 100))})
