@@ -30,7 +30,7 @@ DECISION = [
     ("Does it read both ways?", "local, rotary positions\n(the default of encoders)"),
     (
         "Must it find a few\ndistant keys exactly?",
-        "delta, or softmax\nin some blocks",
+        "delta",
     ),
     ("Is recall needed at all?", "gated-delta\n(the default of decoders)"),
 ]
