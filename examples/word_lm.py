@@ -9,8 +9,10 @@ their own. The vocabulary is that of the training text. The output projection is
 embedding, and the softmax is computed in slices of positions, so that the logits of
 267,735 words never stand in memory whole. Held-out text is scored by windows that
 slide: each word has most of a window before it. The table has the perplexity, and the
-mean distance between the heads of a layer: the larger, the less one head repeats
-another. Without `--text`, the words are those of the Python standard library's source.
+mean and the variance of the distance between the heads of a layer: the larger the
+distance, the less one head repeats another. By default it compares Fourier with the
+layer's defaults, Fourier as in its paper, and softmax. Without `--text`, the words are
+those of the Python standard library's source.
 """
 
 import sys
@@ -25,11 +27,14 @@ from command_line import (
 )
 from tables import mean_and_spread, show
 
+# The form of FourierFormer's paper, with its radius for text.
+PAPER = "fourier:radius_per=layer,initial_radius=2.0"
+
 
 def parse_arguments(argv):
     parser = Parser(__doc__)
     add = parser.add_argument
-    parser.add_attention(["fourier", "softmax"])
+    parser.add_attention(["fourier", PAPER, "softmax"])
     add(
         "--text",
         nargs=3,
@@ -64,7 +69,7 @@ def main(arguments):
     import numpy as np
 
     from words import data
-    from words.model import build_model, mean_head_distance, perplexity
+    from words.model import build_model, mean_head_distances, perplexity
 
     words = data.load_words(arguments.text)
     vocabulary = data.make_vocabulary(words["train"], arguments.least)
@@ -102,12 +107,12 @@ def main(arguments):
             last = len(tokens["test"]) - arguments.length
             starts = np.linspace(0, last, arguments.batch, dtype=int)
             seen = tokens["test"][starts[:, None] + np.arange(arguments.length)]
-            results.append((*scored, mean_head_distance(model, seen)))
+            results.append((*scored, *mean_head_distances(model, seen)))
             print(*(f"{x:.3f}" for x in results[-1]), flush=True)
-        columns = zip(zip(*results, strict=True), (1, 1, 3), strict=True)
+        columns = zip(zip(*results, strict=True), (1, 1, 3, 3), strict=True)
         rows.append([attention, *(mean_and_spread(*column) for column in columns)])
     header = ["attention", "validation perplexity", "test perplexity"]
-    show([*header, "distance between heads"], rows, arguments)
+    show([*header, "distance between heads", "its variance"], rows, arguments)
 
 
 if __name__ == "__main__":

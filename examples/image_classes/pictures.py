@@ -14,7 +14,7 @@ def write_maps(results, path):
     from matplotlib import pyplot
 
     rows = [
-        (f"{result['attention']}, layer {layer}", maps)
+        (f"{result['attention']}\nlayer {layer}", maps)
         for result in results
         for layer, maps in enumerate(result["maps"], 1)
     ]

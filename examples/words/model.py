@@ -95,14 +95,14 @@ def perplexity(model, tokens, length, stride, batch):
     return float(np.exp((losses * weights).sum() / weights.sum()))
 
 
-def mean_head_distance(model, rows):
-    """The mean distance between the heads' matrices, over all layers and pairs."""
+def mean_head_distances(model, rows):
+    """Mean and variance of the distance between heads, `(2,)`; means of the layers."""
     x, distances = model.backbone.embedding(rows), []
     for block in model.backbone.transformer_layers:
         h = block.attention_residual.before(x)
         _, scores = block.attention(
             h, h, use_causal_mask=True, return_attention_scores=True
         )
-        distances.append(head_distances(ops.convert_to_numpy(scores))[0])
+        distances.append(head_distances(ops.convert_to_numpy(scores)))
         x = block(x)
-    return float(np.mean(distances))
+    return np.mean(distances, axis=0)

@@ -26,8 +26,8 @@ class Candidate:
         causal_only: Whether the layers compute causally only.
         small: The attention of the tasks of recall. Its state has as many bytes as one
             head of 32 x 32, 4,228, or up to 8 % less, where options of the layer allow
-            it; the caches of softmax, Transformer-XL, strided keys, Reformer and Fourier
-            attention have more.
+            it; the caches of softmax, Transformer-XL, strided keys, Reformer and
+            Fourier attention have more.
         parts: Names of the tasks that it takes part in.
     """
 

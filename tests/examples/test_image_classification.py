@@ -59,7 +59,8 @@ def test_it_learns_and_compares(tmp_path, printed_table, capsys):
     printed = capsys.readouterr().out
     header, *rows = printed_table(printed)
     assert header[1] == "accuracy, %"
-    assert [row[0] for row in rows] == ["fourier", "softmax"]
+    names = ["fourier", image_classification.PAPER, "softmax"]
+    assert [row[0] for row in rows] == names
     assert all(float(row[1].split()[0]) > 50 for row in rows)
     assert "chance 10.0%" in printed
     assert (tmp_path / "attention.png").read_bytes()[:4] == b"\x89PNG"

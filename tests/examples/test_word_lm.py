@@ -85,32 +85,33 @@ def test_losses_and_perplexity_are_those_of_all_logits():
 
 
 def test_heads_that_repeat_each_other_have_no_distance():
-    from words.model import mean_head_distance
+    from words.model import mean_head_distances
 
     model = model_of()
     rows = np.random.default_rng(0).integers(0, 11, (2, 8)).astype("int32")
-    assert mean_head_distance(model, rows) > 1e-3
+    mean, variance = mean_head_distances(model, rows)
+    assert mean > 1e-3 and variance > 0
     attention = model.backbone.transformer_layers[0].attention
     for dense in (attention.query_dense, attention.key_dense):
         for weight in dense.trainable_weights:
             value = to_numpy(weight).copy()
             value[..., 1, :] = value[..., 0, :]
             weight.assign(value)
-    assert mean_head_distance(model, rows) < 1e-6
+    assert max(mean_head_distances(model, rows)) < 1e-6
 
 
 def test_it_learns_and_compares(files, printed_table, capsys):
-    arguments = ["--attention", "fourier", "softmax", *SMALL.split()]
-    arguments += ["--text", *map(str, files)]
+    arguments = [*SMALL.split(), "--text", *map(str, files)]
     assert word_lm.main(arguments) == 0
     printed = capsys.readouterr().out
-    _, *rows = printed_table(printed)
+    header, *rows = printed_table(printed)
+    assert header[3:] == ["distance between heads", "its variance"]
     assert "6 words; 362 train, 120 validation, 120 test" in printed
-    assert [row[0] for row in rows] == ["fourier", "softmax"]
+    assert [row[0] for row in rows] == ["fourier", word_lm.PAPER, "softmax"]
     for row in rows:
         # Six words guessed at random have 6; those that the word before tells, 1.
         assert 1 <= float(row[1]) < 3 and 1 <= float(row[2]) < 3
-        assert float(row[3]) > 0
+        assert float(row[3]) > 0 and float(row[4]) >= 0
 
 
 def test_what_is_refused(files, tmp_path, error_line):

@@ -11,9 +11,10 @@ import claim_features
 import claim_gates
 import claim_length
 import claim_rank
+import claim_regression
 import claim_spans
 import claim_variants
-from claims import byte_models
+from claims import byte_models, regression
 from tables import markdown, mean_and_spread
 from tests.autodiff import to_numpy
 
@@ -59,6 +60,72 @@ def test_the_table_of_features_has_the_errors_of_taylors_polynomial(run):
         error = np.linalg.norm(attend(kernel) - expected) / np.linalg.norm(expected)
         assert row[:3] == ["0.5", str(order), str(math.comb(2 + order, order))]
         assert float(row[header.index("Taylor")]) == pytest.approx(error, abs=6e-4)
+
+
+def test_the_rate_of_regression_is_that_of_its_errors(run):
+    header, rows = run(claim_regression, "rates --samples 20 320 --draws 1 --seeds 3")
+    assert header == ["estimator", "20", "320", "exponent", "theorem"]
+    assert [row[-1] for row in rows] == ["-0.67", "-0.50", "-0.80"]
+    random = np.random.default_rng(3)
+    points, errors = np.linspace(-0.5, 0.5, 100), []
+    for size in (20, 320):
+        samples = random.uniform(-1, 1, size=size)
+        targets = np.sin(4 * samples) + 0.5 * random.normal(size=size)
+        radius = size ** (1 / 5) / 0.3
+        kernel = np.sinc(radius * np.subtract.outer(points, samples) / np.pi) ** 6
+        found = kernel @ targets / kernel.sum(-1)
+        errors.append(np.mean((found - np.sin(4 * points)) ** 2))
+    exponent = math.log(errors[1] / errors[0]) / math.log(16)
+    cells = [float(cell) for cell in rows[-1][1:4]]
+    assert cells == pytest.approx([*(1000 * np.array(errors)), exponent], abs=0.006)
+    for row in rows:
+        first, last, exponent = (float(cell) for cell in row[1:4])
+        fitted = math.log(last / first) / math.log(16)
+        assert exponent == pytest.approx(fitted, abs=0.01)
+
+
+def test_errors_on_correlated_features_are_those_of_the_kernels(run, monkeypatch):
+    monkeypatch.setattr(regression, "HELD_OUT", 30)
+    monkeypatch.setattr(regression, "POINTS", 20)
+    arguments = "correlated --samples 40 --dims 2 --correlation 0.8 --seeds 3"
+    header, rows = run(claim_regression, arguments)
+    assert [row[:3] for row in rows] == [
+        ["features", "2", "40"],
+        ["factors", "2", "40"],
+    ]
+    random = np.random.default_rng(3)
+    first, second = random.normal(size=(90, 2)).T
+    features = np.stack([first, 0.8 * first + 0.6 * second], axis=-1)
+    exact = np.sin(2 * features), np.sin(2 * np.stack([first, second], axis=-1))
+    exact = np.stack([x.sum(-1) for x in exact], axis=-1)
+    targets = exact + 0.5 * random.normal(size=(90, 2))
+    difference = features[40:, None] - features[:40]
+    precision = np.linalg.inv(np.cov(features[:40].T))
+    square = np.einsum("pid,de,pie->pi", difference, precision, difference)
+    kernels = {
+        "Fourier": lambda h: (np.sinc(0.75**0.5 / h * difference / np.pi) ** 4).prod(
+            -1
+        ),
+        "Gaussian, isotropic": lambda h: np.exp(-(difference**2).sum(-1) / (2 * h**2)),
+        "Gaussian, full covariance": lambda h: np.exp(-square / (2 * h**2)),
+    }
+    for name, kernel in kernels.items():
+        weights = [kernel(width) for width in regression.WIDTHS]
+        found = np.array([w @ targets[:40] / w.sum(-1, keepdims=True) for w in weights])
+        for column, row in enumerate(rows):
+            own = found[..., column]
+            chosen = ((own[:, :30] - targets[40:70, column]) ** 2).mean(1).argmin()
+            error = ((own[chosen, 30:] - exact[70:, column]) ** 2).mean()
+            expected = 100 * error / exact[70:, column].var()
+            assert mean(row[header.index(name)]) == pytest.approx(expected, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [("rates --samples 9 9", "two sizes"), ("correlated --samples 4", "--dims 4")],
+)
+def test_too_few_samples_are_one_line(arguments, message, error_line):
+    assert message in error_line(claim_regression, arguments.split())
 
 
 def mean(cell):

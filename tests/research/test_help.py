@@ -14,6 +14,7 @@ pytestmark = pytest.mark.any_backend
         ("claim_gates", "--learning-rates"),
         ("claim_length", "--lengths"),
         ("claim_rank", "--symbols"),
+        ("claim_regression", "--correlation"),
         ("claim_spans", "--penalties"),
         ("claim_variants", "--windows"),
         ("estimate_slices", "--slices"),
