@@ -1,3 +1,4 @@
+import json
 import re
 
 import numpy as np
@@ -5,6 +6,9 @@ import pytest
 
 import universal_transformer
 from algorithms.data import END, FIRST, PLUS, START, examples, model_inputs
+from algorithms.training import build_model
+from keras_efficient_attn.models import PositionOptions
+from keras_efficient_attn.models.files import FOLDER
 
 pytestmark = pytest.mark.any_backend
 
@@ -35,6 +39,29 @@ def test_the_decoder_is_shown_what_came_before():
     np.testing.assert_array_equal(y, [[6, 5, END], [7, END, 0]])
     np.testing.assert_array_equal(weights, [[1, 1, 1], [1, 1, 0]])
     np.testing.assert_array_equal(inputs["encoder_padding_mask"], [[1, 1], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"),
+    [
+        ("vanilla", "transformer_base"),
+        ("universal", "universal_transformer_base"),
+        ("adaptive", "adaptive_universal_transformer_base"),
+    ],
+)
+def test_models_have_the_form_of_their_papers(kind, preset):
+    arguments = universal_transformer.parse_arguments("--dim 8 --heads 2".split())
+    ours = build_model(kind, "copy", arguments).backbone.get_config()
+    text = (FOLDER / preset / "config.json").read_text(encoding="utf-8")
+    paper = json.loads(text)["config"]
+    assert ours["residual"]["kind"] == paper["residual"]
+    assert ours["embedding"]["scale"] == paper["embedding"]["scale"]
+    assert ours["feed_forward"]["activation"] == paper["feed_forward"]
+    positions = PositionOptions.get("positions", paper["positions"])
+    assert ours["positions"] == {**positions.get_config(), "max_offset": 16}
+    recurrence = paper.get("recurrence", {})
+    timesteps = ours["recurrence"]["timestep_embedding"]
+    assert timesteps == recurrence.get("timestep_embedding")
 
 
 def test_the_script_prints_its_table(printed_table):

@@ -246,23 +246,36 @@ def test_the_task_of_the_gates_names_the_stream():
 
 def test_the_bias_of_the_gates_is_set():
     arguments = claim_gates.parse_arguments("--dim 4 --heads 2 --layers 2".split())
-    for kind, bias in (("gtrxl", 2.0), ("gtrxl-bias-0-scaled", 0.0)):
+    for kind, bias in (("gtrxl", 2.0), ("gtrxl-bias-0-scale", 0.0)):
         model = claim_gates.make_model(kind, 1e-3, 0, arguments)
         found = [w for w in model.weights if w.path.endswith("gate/bias")]
         assert len(found) == 4
         assert all(np.all(to_numpy(weight.value) == bias) for weight in found)
 
 
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("final_norm", [False, True])
+def test_scale_and_norm_are_separate(scale, final_norm):
+    arguments = claim_gates.parse_arguments("--dim 4 --heads 2 --layers 1".split())
+    kind = "gtrxl" + "-scale" * scale + "-norm" * final_norm
+    backbone = claim_gates.make_model(kind, 1e-3, 0, arguments).backbone
+    assert (backbone.decoder.final_norm is not None) == final_norm
+    embedded = to_numpy(backbone.embedding(np.arange(3)[None]))
+    table = to_numpy(backbone.token_embedding.embeddings)[None, :3]
+    np.testing.assert_allclose(embedded, 2 * table if scale else table, rtol=1e-6)
+
+
 def test_gates(run):
     arguments = (
-        "--dim 4 --heads 2 --layers 1 --steps 2 --batch 2 --length 6 --symbols 3 "
-        "--learning-rates 1e-3 1e-2 --seeds 0"
+        "--dim 4 --heads 2 --layers 1 --steps 2 3 --batch 2 --length 6 --symbols 3 "
+        "--learning-rates 1e-3 1e-2 --seeds 0 --models xl gtrxl gtrxl-scale-norm"
     )
     header, rows = run(claim_gates, arguments)
-    assert header == ["model", "0.001", "0.01", "90 % and more"]
-    assert [row[0] for row in rows] == list(claim_gates.KINDS)
-    assert all(0 <= mean(cell) <= 100 for row in rows for cell in row[1:3])
-    assert all(row[3].endswith(" of 2") for row in rows)
+    assert header == ["model", "steps", "0.001", "0.01", "90 % and more"]
+    names = ["xl", "gtrxl", "gtrxl-scale-norm"]
+    assert [row[:2] for row in rows] == [[n, s] for n in names for s in ("2", "3")]
+    assert all(0 <= mean(cell) <= 100 for row in rows for cell in row[2:4])
+    assert all(row[4].endswith(" of 2") for row in rows)
 
 
 @pytest.mark.parametrize("script", [claim_gates, claim_length, claim_rank, claim_spans])

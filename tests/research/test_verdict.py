@@ -17,7 +17,7 @@ from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.layers.attention.registry import attention_class
 from tests.autodiff import to_numpy
 from tests.registered import own_attention_names
-from verdict import both_ways, cost, depth, language, listops, models, recall
+from verdict import both_ways, cost, depth, language, listops, models
 from verdict.candidates import CANDIDATES, PARTS
 from verdict.runs import Runs
 
@@ -412,3 +412,15 @@ def test_models_of_one_seed_begin_alike():
     for first, same in zip(weights[0], weights[1], strict=True):
         np.testing.assert_array_equal(first, same)
     assert any((a != b).any() for a, b in zip(weights[0], weights[2], strict=True))
+
+
+def test_readme_lists_the_layers_in_the_order_of_the_verdict():
+    """By the fewest bits per byte that a layer has with any of its options."""
+    rows, _ = verdict_page.collect(verdict_page.RESULTS)
+    best = dict.fromkeys(
+        attention_class(CANDIDATES[name].attention.partition(":")[0]).__name__
+        for name, convolution in rows
+        if convolution and isinstance(CANDIDATES[name].attention, str)
+    )
+    text = (folders.ROOT / "README.md").read_text().partition("## Layers")[2]
+    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == list(best)
