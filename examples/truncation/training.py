@@ -1,10 +1,10 @@
 """Trains a Transformer-VQ on segments of a text and measures bits per byte."""
 
-import itertools
 import math
 
 import keras
 import numpy as np
+from keras import ops
 
 from byte_lm.data import load_splits
 from command_line import UsageError
@@ -17,26 +17,43 @@ from keras_efficient_attn.models import (
     gated_attention_units,
 )
 
-TRAINED = WITH, WITHOUT = "with its cache", "without"
-TESTED = tuple(itertools.product(TRAINED, ("all", "later")))
+# What a model keeps of its state from segment to segment.
+KEPT = CACHE, WINDOW, NOTHING = "cache", "window", "nothing"
+# What it keeps in each part of its training.
+TRAINED = {kept: (kept,) for kept in KEPT} | {"cache-later": (NOTHING, CACHE)}
 
 
-class Forgotten(Segments):
-    """Segments that each start a new document."""
+class Backbone(EfficientTransformerBackbone):
+    """A backbone that keeps a part of its state after each segment.
 
-    def __getitem__(self, index):
-        inputs, targets, weights = super().__getitem__(index)
-        return inputs | {"reset": np.ones_like(inputs["reset"])}, targets, weights
+    Of `kept`, `"cache"` is all: the window's keys, and the sums and counts of the
+    codes; `"window"` is the former alone.
+    """
+
+    kept = CACHE
+
+    def stream(self, token_ids, state, **options):
+        hidden, state = super().stream(token_ids, state, **options)
+        return hidden, keep(self.kept, state)
+
+
+def keep(kept, state, name=""):
+    """The state with zeros, those of an empty one, for what is not kept."""
+    if isinstance(state, dict):
+        return {name: keep(kept, part, name) for name, part in state.items()}
+    is_kept = kept == CACHE or (kept == WINDOW and name.startswith("window_"))
+    return state if is_kept else ops.zeros_like(state)
 
 
 def build_model(arguments):
     """A language model of gated attention units with vector-quantised keys."""
     attention = (
         f"vq:num_codes={arguments.codes},window={arguments.window},"
+        f"gradient_through_cache={arguments.gradient},"
         "quantize_window=True,relative_positions=True"
     )
     return EfficientCausalLM(
-        EfficientTransformerBackbone(
+        Backbone(
             vocabulary_size=256,
             num_layers=arguments.units,
             **gated_attention_units(attention, arguments.dim, arguments.key_dim),
@@ -48,17 +65,17 @@ def build_model(arguments):
 
 
 def bits_per_byte(trained, seed, arguments):
-    """Trains a model in one way and tests it in the ways of `TESTED`.
+    """Trains a model in one way of `TRAINED` and tests it with each of `KEPT`.
 
     Returns:
-        List of bits per byte, in the order of `TESTED`.
+        List of bits per byte, without the first quarter of each document.
     """
     splits = load_splits(arguments.text)
     rows, length = arguments.batch, arguments.segment
     keras.utils.set_random_seed(seed)
-    count = rows * -(-arguments.steps // arguments.document)
+    rounds = -(-arguments.steps // arguments.document)
     starts = np.random.default_rng(seed).integers(
-        max(1, len(splits["train"]) - arguments.document * length), size=count
+        max(1, len(splits["train"]) - arguments.document * length), size=rows * rounds
     )
     training = documents(splits["train"], starts, arguments)
     size = arguments.document * length
@@ -70,28 +87,31 @@ def bits_per_byte(trained, seed, arguments):
             f"--test-bytes {arguments.test_bytes}: {most} bytes of test text do not "
             f"hold {rows} documents of {size} bytes"
         )
-    model = TransformerXL(build_model(arguments), rows)
-    model.compile(
-        keras.optimizers.AdamW(
-            keras.optimizers.schedules.CosineDecay(
-                arguments.learning_rate, count // rows * arguments.document
-            ),
-            global_clipnorm=1.0,
+    model = build_model(arguments)
+    train(model, TRAINED[trained], training, arguments)
+    return [tested(model, kept, test, arguments) for kept in KEPT]
+
+
+def train(model, parts, training, arguments):
+    """Trains on documents, an equal number for each part of the training."""
+    rows, length = arguments.batch, arguments.segment
+    rounds = len(training) // rows
+    optimizer = keras.optimizers.AdamW(
+        keras.optimizers.schedules.CosineDecay(
+            arguments.learning_rate, rounds * arguments.document
         ),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        global_clipnorm=1.0,
     )
-    read = Segments if trained == WITH else Forgotten
-    model.fit(read(training, rows, length), verbose=arguments.verbose)
-    losses = {
-        how: tested_losses(model, data(test, rows, length))
-        for how, data in zip(TRAINED, (Segments, Forgotten), strict=True)
-    }
-    results = []
-    for how, part in TESTED:
-        first = 0 if part == "all" else arguments.document // 4
-        loss, weight = losses[how].reshape(2, -1, arguments.document)[..., first:]
-        results.append(float(loss.sum() / weight.sum() / math.log(2)))
-    return results
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for part, kept in enumerate(parts, 1):
+        first, last = (n * rounds // len(parts) * rows for n in (part - 1, part))
+        if first == last:
+            continue
+        model.backbone.kept = kept
+        trainer = TransformerXL(model, rows)
+        trainer.compile(optimizer, loss)
+        data = Segments(training[first:last], rows, length)
+        trainer.fit(data, verbose=arguments.verbose)
 
 
 def documents(text, starts, arguments):
@@ -106,15 +126,24 @@ def documents(text, starts, arguments):
     return [text[start : start + size] for start in starts]
 
 
+def tested(model, kept, test, arguments):
+    """Bits per byte of documents, without the first quarter of each."""
+    model.backbone.kept = kept
+    rows = arguments.batch
+    data = Segments(test, rows, arguments.segment)
+    losses = tested_losses(TransformerXL(model, rows), data)
+    first = arguments.document // 4
+    loss, weight = losses.reshape(2, -1, arguments.document)[..., first:]
+    return float(loss.sum() / weight.sum() / math.log(2))
+
+
 def tested_losses(model, data):
     """The sums of losses and of weights, per batch of segments."""
     losses = []
     logits = model.predict(data, verbose=0)
     for index, predicted in enumerate(np.split(logits, len(data))):
         _, targets, weights = data[index]
-        loss = keras.ops.sparse_categorical_crossentropy(
-            targets, predicted, from_logits=True
-        )
-        loss = keras.ops.convert_to_numpy(loss) * weights
+        loss = ops.sparse_categorical_crossentropy(targets, predicted, from_logits=True)
+        loss = ops.convert_to_numpy(loss) * weights
         losses.append((loss.sum(), weights.sum()))
     return np.array(losses, "float64").T

@@ -1,5 +1,6 @@
 """Training over segments: the segments, and a tiny run."""
 
+import itertools
 import math
 
 import keras
@@ -19,21 +20,72 @@ SMALL = (
 )
 
 
-def test_forgotten_segments_all_begin_a_document():
-    text = np.arange(41)
-    usual, forgotten = (kind(text, 2, 5) for kind in (Segments, training.Forgotten))
-    assert len(usual) == len(forgotten) == 4
-    for index in range(4):
-        inputs, *rest = forgotten[index]
-        assert inputs["reset"].all()
-        assert usual[index][0]["reset"].all() == (index == 0)
-        for ours, theirs in zip(rest, usual[index][1:], strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+def first_configuration(options):
+    arguments = vq_recurrence.parse_arguments(options.split())
+    return vq_recurrence.configurations(arguments)[0]
+
+
+def streamed(kept):
+    """The losses and weights of segments, of a model that keeps this."""
+    keras.utils.set_random_seed(0)
+    model = training.build_model(first_configuration(SMALL))
+    model.backbone.kept = kept
+    text = np.random.default_rng(0).integers(0, 256, 33)
+    return training.tested_losses(TransformerXL(model, 1), Segments([text], 1, 8))
+
+
+def test_what_is_kept_of_a_state():
+    losses = {kept: streamed(kept)[0] for kept in training.KEPT}
+    for one, other in itertools.combinations(losses.values(), 2):
+        # Segments differ in what came before them, the first in nothing.
+        assert one[0] == pytest.approx(other[0])
+        assert np.abs(one[1:] - other[1:]).max() > 1e-4
+
+
+def test_an_empty_state_is_that_of_a_new_document():
+    arguments = first_configuration(SMALL)
+    model = training.build_model(arguments)
+    model.backbone.kept = training.NOTHING
+    text = np.random.default_rng(0).integers(0, 256, 17)
+    losses, _ = training.tested_losses(TransformerXL(model, 1), Segments([text], 1, 8))
+    second = Segments([text[8:]], 1, 8)
+    alone, _ = training.tested_losses(TransformerXL(model, 1), second)
+    np.testing.assert_allclose(losses[1:], alone, rtol=1e-5)
+
+
+def test_one_argument_differs_at_a_time():
+    options = [*SMALL.split(), "--codes", "4", "8", "--window", "3", "2", "5"]
+    arguments = vq_recurrence.parse_arguments([*options, "--no-gradient"])
+    found = vq_recurrence.configurations(arguments)
+    assert [(each.codes, each.window, each.gradient) for each in found] == [
+        (4, 3, True),
+        (8, 3, True),
+        (4, 2, True),
+        (4, 5, True),
+        (4, 3, False),
+    ]
+    layer = training.build_model(found[-1]).backbone.decoder.blocks[0].attention
+    assert not layer.config.gradient_through_cache
+    assert (layer.num_codes, layer.window) == (4, 3)
+
+
+def test_parts_of_a_training(monkeypatch):
+    """The parts divide the documents, and keep what they say."""
+    arguments = first_configuration(SMALL)
+    model, seen = training.build_model(arguments), []
+
+    def fit(self, data, **options):
+        kept = self.language_model.backbone.kept
+        seen.append((kept, [int(data[4 * i][0]["token_ids"][0, 0]) for i in range(2)]))
+
+    monkeypatch.setattr(TransformerXL, "fit", fit)
+    texts = [np.full(33, i) for i in range(8)]
+    training.train(model, training.TRAINED["cache-later"], texts, arguments)
+    assert seen == [("nothing", [0, 2]), ("cache", [4, 6])]
 
 
 def test_losses_are_those_of_the_whole_text():
-    arguments = vq_recurrence.parse_arguments(SMALL.split())
-    model = training.build_model(arguments)
+    model = training.build_model(first_configuration(SMALL))
     text = np.random.default_rng(0).integers(0, 256, 2 * 24 + 1)
     losses, weights = training.tested_losses(
         TransformerXL(model, 2), Segments(text, 2, 8)
@@ -50,13 +102,22 @@ def test_losses_are_those_of_the_whole_text():
 def test_a_tiny_run(tmp_path, printed_table):
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)) * 40)
-    assert vq_recurrence.main([*SMALL.split(), "--text", str(path)]) == 0
-    header, first, second = printed_table()
-    assert len(header) == 5
-    for cells, name in ((first, "with its cache"), (second, "without")):
-        assert cells[0] == name
-        # Random weights guess one of 256 bytes.
-        assert all(abs(float(cell) - math.log2(256)) < 1 for cell in cells[1:])
+    options = ["--trained", "nothing", "cache-later", "--codes", "4", "2"]
+    assert vq_recurrence.main([*SMALL.split(), *options, "--text", str(path)]) == 0
+    header, *rows = printed_table()
+    assert header[-3:] == [f"tested with {kept}" for kept in training.KEPT]
+    assert [row[:4] for row in rows] == [
+        [codes, "3", "yes", trained]
+        for codes in ("4", "2")
+        for trained in ("nothing", "cache-later")
+    ]
+    # Random weights guess one of 256 bytes.
+    cells = [float(cell) for row in rows for cell in row[4:]]
+    assert all(abs(cell - math.log2(256)) < 1 for cell in cells)
+
+
+def test_the_ways_to_train_are_those_of_the_script():
+    assert tuple(training.TRAINED) == vq_recurrence.TRAINED
 
 
 def test_the_cache_remembers_what_the_segment_does_not_show(backend):
@@ -71,26 +132,28 @@ def test_the_cache_remembers_what_the_segment_does_not_show(backend):
         rows[:, 1::2] = random.integers(1, 3, (count, 1))
         return list(rows)
 
-    options = "--segment 2 --window 2 --codes 8 --units 1 --dim 16 --key-dim 8".split()
-    arguments = vq_recurrence.parse_arguments(options)
+    arguments = first_configuration(
+        "--segment 2 --window 2 --codes 8 --units 1 --dim 16 --key-dim 8"
+    )
     # Seeds of each backend with which codes learn it in one epoch.
     seed = 4 if backend == "jax" else 0
     losses = {}
-    for name, kind in (("with", Segments), ("without", training.Forgotten)):
+    for kept in (training.CACHE, training.NOTHING):
         keras.utils.set_random_seed(seed)
         model = TransformerXL(training.build_model(arguments), 32)
+        model.language_model.backbone.kept = kept
         model.compile(
             keras.optimizers.Adam(2e-2),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
-        model.fit(kind(documents(320), 32, 2), verbose=0)
-        loss, weight = training.tested_losses(model, kind(documents(64), 32, 2))
+        model.fit(Segments(documents(320), 32, 2), verbose=0)
+        loss, weight = training.tested_losses(model, Segments(documents(64), 32, 2))
         # The first segment of a document tells its byte to nobody.
         later = np.arange(len(loss)) % 8 > 0
-        losses[name] = loss[later].sum() / weight[later].sum()
+        losses[kept] = loss[later].sum() / weight[later].sum()
     # One position in two is one of two bytes.
-    assert losses["without"] > 0.95 * math.log(2) / 2
-    assert losses["with"] < 0.5 * math.log(2) / 2
+    assert losses[training.NOTHING] > 0.95 * math.log(2) / 2
+    assert losses[training.CACHE] < 0.5 * math.log(2) / 2
 
 
 def test_too_little_text_is_refused(tmp_path, error_line):
