@@ -147,9 +147,7 @@ def pages(rows, costs):
     familiar = {name: row for name, row in shown.items() if name in FAMILIAR}
     quality, cost = quality_columns(QUALITY), cost_columns(costs)
     more = quality_columns(MORE_QUALITY)
-    memory = {
-        "memory of a training step": share_column(costs, "train", "memory_bytes")
-    }
+    memory = {"memory of a training step": share_column(costs, "train", "memory_bytes")}
     return {
         "README.md": {"verdict": summary(familiar, quality | cost)},
         "docs/choosing.md": {
