@@ -7,7 +7,8 @@
 Trains on short sequences and tests on longer ones: a Universal Transformer, one with
 adaptive computation time, and a vanilla Transformer of as many parameters, encoder and
 decoder each. All add positions in each layer, with random offsets in training, so that
-training covers the positions of the longer sequences. The table has the share of
+training covers the positions of the longer sequences. Norms precede the sublayers;
+`--form paper` has the paper's form. The table has the share of
 correctly generated symbols and whole sequences, with several `--seeds` their means and
 standard deviations, next to the paper's (trained at 40 symbols, tested at 400).
 """
@@ -52,6 +53,12 @@ def parse_arguments(argv):
         choices=("feed_forward", "separable_convolution"),
         default="feed_forward",
         help="of the Universal Transformers",
+    )
+    add(
+        "--form",
+        choices=("pre_norm", "paper"),
+        default="pre_norm",
+        help="norms before sublayers and learned steps, or as in the paper",
     )
     add("--train-length", type=positive, default=8, help="the longest, of the input")
     add("--test-lengths", nargs="+", type=positive, default=[8, 12, 16])

@@ -20,7 +20,11 @@ VANILLA, UNIVERSAL, ADAPTIVE = "vanilla", "universal", "adaptive"
 
 
 def build_model(kind, task, arguments):
-    """Encoder and decoder; the vanilla model has as many parameters as the others."""
+    """Encoder and decoder; the vanilla model has as many parameters as the others.
+
+    In the paper's form, norms follow the sublayers, and steps have sinusoids.
+    """
+    paper = arguments.form == "paper"
     options = dict(
         vocabulary_size=symbols(task, arguments.alphabet),
         num_heads=arguments.heads,
@@ -31,6 +35,7 @@ def build_model(kind, task, arguments):
         ),
         # Scaled, because every layer adds sinusoids of amplitude 1.
         embedding=EmbeddingOptions(scale=True),
+        residual="post_norm" if paper else "pre_norm",
     )
     if kind == VANILLA:
         dim = vanilla_dim(arguments)
@@ -52,7 +57,9 @@ def build_model(kind, task, arguments):
         num_layers=1,
         hidden_dim=arguments.dim,
         intermediate_dim=4 * arguments.dim,
-        recurrence=RecurrenceOptions(arguments.depth, "learned", adaptive),
+        recurrence=RecurrenceOptions(
+            arguments.depth, "sinusoidal" if paper else "learned", adaptive
+        ),
         feed_forward=FeedForwardOptions(
             "relu",
             separable_convolution=arguments.transition == "separable_convolution",

@@ -50,7 +50,8 @@ def test_the_decoder_is_shown_what_came_before():
     ],
 )
 def test_models_have_the_form_of_their_papers(kind, preset):
-    arguments = universal_transformer.parse_arguments("--dim 8 --heads 2".split())
+    options = "--dim 8 --heads 2 --form paper".split()
+    arguments = universal_transformer.parse_arguments(options)
     ours = build_model(kind, "copy", arguments).backbone.get_config()
     text = (FOLDER / preset / "config.json").read_text(encoding="utf-8")
     paper = json.loads(text)["config"]
@@ -58,7 +59,12 @@ def test_models_have_the_form_of_their_papers(kind, preset):
     assert ours["embedding"]["scale"] == paper["embedding"]["scale"]
     assert ours["feed_forward"]["activation"] == paper["feed_forward"]
     positions = PositionOptions.get("positions", paper["positions"])
-    assert ours["positions"] == {**positions.get_config(), "max_offset": 16}
+    # Random offsets need the positions in each layer.
+    expected = {**positions.get_config(), "max_offset": 16, "each_layer": True}
+    assert ours["positions"] == expected
+    usual = universal_transformer.parse_arguments(options[:-2])
+    usual = build_model(kind, "copy", usual).backbone.get_config()
+    assert usual["residual"]["kind"] == "pre_norm"
     recurrence = paper.get("recurrence", {})
     timesteps = ours["recurrence"]["timestep_embedding"]
     assert timesteps == recurrence.get("timestep_embedding")
