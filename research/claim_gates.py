@@ -6,10 +6,14 @@ The first symbol of a row says which of two streams to write down: at each posit
 two symbols are shown, and the model is to name the one of that stream, as it was some
 positions ago. It has to read the first symbol and earlier ones at once. Residual
 connections differ, all else is the same: Transformer-XL's (`post_norm`), TrXL-I
-(`reordered`), and GTrXL's gates with a bias of 2, as in the paper, and of 0. Those that
-are scaled have token embeddings times `√dim`, and a norm after the last block. The
-table has the percentage of symbols that are named right, the mean and the standard
-deviation over the seeds, and how many of all runs reach 90 %.
+(`reordered`), and GTrXL's gates with a bias of 2, as in the paper, and of 0. `scale`
+has token embeddings times `√dim`, `norm` a norm after the last block.
+
+    python research/claim_gates.py --backend jax --steps 300 1200
+
+tests each model after 300 steps, and after 900 more. The table has the percentage of
+symbols that are named right, the mean and the standard deviation over the seeds, and
+how many of all runs reach 90 %, for each number of steps.
 """
 
 import sys
@@ -19,16 +23,20 @@ from claims.arguments import SEEDS, parse
 from command_line import Parser, command, positive, positive_float
 from tables import mean_and_spread, show
 
-# Names, residuals, biases of their gates, and whether embeddings are scaled and a norm
-# follows the last block.
+# Names, residuals, biases of their gates, whether embeddings are scaled, and whether a
+# norm follows the last block.
 KINDS = {
-    "xl": ("post_norm", None, False),
-    "xl-scaled": ("post_norm", None, True),
-    "trxl-i": ("reordered", None, False),
-    "trxl-i-scaled": ("reordered", None, True),
-    "gtrxl": ("gated", 2.0, False),
-    "gtrxl-scaled": ("gated", 2.0, True),
-    "gtrxl-bias-0-scaled": ("gated", 0.0, True),
+    "xl": ("post_norm", None, False, False),
+    "trxl-i": ("reordered", None, False, False),
+    "trxl-i-scale": ("reordered", None, True, False),
+    "trxl-i-norm": ("reordered", None, False, True),
+    "trxl-i-scale-norm": ("reordered", None, True, True),
+    "gtrxl": ("gated", 2.0, False, False),
+    "gtrxl-scale": ("gated", 2.0, True, False),
+    "gtrxl-norm": ("gated", 2.0, False, True),
+    "gtrxl-scale-norm": ("gated", 2.0, True, True),
+    "gtrxl-bias-0": ("gated", 0.0, False, False),
+    "gtrxl-bias-0-scale": ("gated", 0.0, True, False),
 }
 
 
@@ -46,11 +54,19 @@ def parse_arguments(argv):
     add("--delay", type=positive, default=2, help="positions")
     add("--symbols", type=positive, default=4)
     parser.add_model_size(dim=32, heads=2, layers=2)
-    add("--steps", type=positive, default=300, help="of training")
+    add(
+        "--steps",
+        nargs="+",
+        type=positive,
+        default=[300],
+        help="of training, after which a model is tested",
+    )
     add("--batch", type=positive, default=32, help="rows of a batch")
     parser.add_seeds(SEEDS)
     parser.add_save()
-    return parse(parser, argv)
+    arguments = parse(parser, argv)
+    arguments.steps = sorted(set(arguments.steps))
+    return arguments
 
 
 def streams(arguments, seed):
@@ -85,7 +101,7 @@ def make_model(kind, learning_rate, seed, arguments):
     )
 
     keras.utils.set_random_seed(seed)
-    residual, bias, scaled = KINDS[kind]
+    residual, bias, scale, final_norm = KINDS[kind]
     model = EfficientCausalLM(
         EfficientTransformerBackbone(
             vocabulary_size=arguments.symbols**2 + 2,
@@ -94,8 +110,8 @@ def make_model(kind, learning_rate, seed, arguments):
             hidden_dim=arguments.dim,
             intermediate_dim=2 * arguments.dim,
             attention="xl",
-            residual={"kind": residual, "final_norm": scaled or None},
-            embedding={"output": "untied", "scale": scaled},
+            residual={"kind": residual, "final_norm": final_norm},
+            embedding={"output": "untied", "scale": scale},
         )
     )
     if bias is not None:
@@ -118,34 +134,43 @@ def set_bias(gate, bias):
     weight.assign(np.full(weight.shape, bias))
 
 
-def accuracy(kind, learning_rate, seed, arguments):
-    """Trains a model, and its percentage of right symbols on new rows."""
+def accuracies(kind, learning_rate, seed, arguments):
+    """Trains a model; percentages of right symbols in new rows.
+
+    Returns:
+        List of percentages, after each of `arguments.steps`.
+    """
     model = make_model(kind, learning_rate, seed, arguments)
-    options = dict(verbose=0)
-    data = streams(arguments, seed)
-    model.fit(data, steps_per_epoch=arguments.steps, shuffle=False, **options)
-    test = streams(arguments, 2**32 + seed)
-    tested = model.evaluate(test, steps=8, return_dict=True, **options)
-    return 100 * tested["accuracy"]
+    options, data = dict(verbose=0), streams(arguments, seed)
+    percentages, trained = [], 0
+    for steps in arguments.steps:
+        model.fit(data, steps_per_epoch=steps - trained, shuffle=False, **options)
+        trained = steps
+        test = streams(arguments, 2**32 + seed)
+        tested = model.evaluate(test, steps=8, return_dict=True, **options)
+        percentages.append(100 * tested["accuracy"])
+    return percentages
 
 
 @command(parse_arguments)
 def main(arguments):
     """Trains and tests the models, and prints the table."""
-    rows = []
+    rates, rows = arguments.learning_rates, []
     for kind in arguments.models:
-        cells, runs = [], []
-        for rate in arguments.learning_rates:
-            measured = [
-                accuracy(kind, rate, seed, arguments) for seed in arguments.seeds
-            ]
-            print(kind, rate, *(f"{x:.1f}" for x in measured), flush=True)
-            cells.append(mean_and_spread(measured, 1))
-            runs += measured
-        solved = sum(x >= 90 for x in runs)
-        rows.append([kind, *cells, f"{solved} of {len(runs)}"])
-    rates = [f"{rate:g}" for rate in arguments.learning_rates]
-    show(["model", *rates, "90 % and more"], rows, arguments)
+        # By rate, seed and number of steps.
+        measured = [
+            [accuracies(kind, rate, seed, arguments) for seed in arguments.seeds]
+            for rate in rates
+        ]
+        print(kind, measured, flush=True)
+        for i, steps in enumerate(arguments.steps):
+            runs = [[seed[i] for seed in seeds] for seeds in measured]
+            solved = sum(x >= 90 for seeds in runs for x in seeds)
+            number = len(rates) * len(arguments.seeds)
+            cells = [mean_and_spread(seeds, 1) for seeds in runs]
+            rows.append([kind, steps, *cells, f"{solved} of {number}"])
+    header = ["model", "steps", *(f"{rate:g}" for rate in rates), "90 % and more"]
+    show(header, rows, arguments)
     print(f"A guess is right in {100 / arguments.symbols:.1f} % of the cases.")
 
 

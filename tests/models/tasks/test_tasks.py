@@ -260,6 +260,19 @@ def test_parameters_are_those_that_the_paper_counts(name):
 
 @pytest.mark.any_backend
 @pytest.mark.usefixtures("weights_are_zeros")
+def test_gtrxl_has_gates_and_a_norm_at_its_end():
+    backbone = EfficientTransformerBackbone.from_preset(
+        "gtrxl_12l", load_weights=False, num_layers=1
+    )
+    block = backbone.transformer_layers[0]
+    assert block.residual == "gated"
+    assert block.feed_forward.activation is keras.activations.relu
+    assert block.attention.memory_length == 512
+    assert backbone.decoder.final_norm is not None
+
+
+@pytest.mark.any_backend
+@pytest.mark.usefixtures("weights_are_zeros")
 def test_the_performer_has_the_layers_of_the_paper():
     backbone = EfficientTransformerBackbone.from_preset(
         "performer_6l", load_weights=False, num_layers=1
