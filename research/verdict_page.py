@@ -123,7 +123,7 @@ COLUMNS = {
 }
 
 
-# What README and `choosing.md` show of the quality, and what the latter adds.
+# README and `choosing.md` show the first columns; `choosing.md` adds the others.
 QUALITY = [
     ("language", "bits per byte at 1,024"),
     ("language", "at 16,384"),

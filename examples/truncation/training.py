@@ -17,9 +17,9 @@ from keras_efficient_attn.models import (
     gated_attention_units,
 )
 
-# What a model keeps of its state from segment to segment.
+# A model keeps one of these parts of its state from segment to segment.
 KEPT = CACHE, WINDOW, NOTHING = "cache", "window", "nothing"
-# What it keeps in each part of its training.
+# It keeps these, one after the other, in equal parts of its training.
 TRAINED = {kept: (kept,) for kept in KEPT} | {"cache-later": (NOTHING, CACHE)}
 
 

@@ -80,7 +80,7 @@ KERNELS = {
     "Gaussian, full covariance": (gaussian_kernel, True),
     "Fourier, whitened": (fourier_kernel, True),
 }
-# Of the correlated features, or of the independent factors that they are sums of.
+# The argument is the correlated features, or the independent factors that they sum.
 FUNCTIONS = ("features", "factors")
 
 

@@ -4,8 +4,8 @@ import dataclasses
 
 # The modules with the tasks.
 PARTS = ("language", "depth", "recall", "both_ways", "listops", "classes")
-# Of two blocks: those of recall, which have one block and no positions, are apart, and
-# so are those of four blocks.
+# The models of these have two blocks. Those of recall have one block and no positions,
+# and those of depth have four blocks.
 COMMON = ("language", "both_ways", "listops", "classes")
 MOST = (*COMMON, "recall")
 # Positions of one layer where others of its model have none.

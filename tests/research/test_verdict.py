@@ -85,6 +85,15 @@ def test_a_convolution_gives_causal_models_the_order(name, positions):
     assert candidate.options(False)["positions"] == positions
 
 
+def test_codes_have_the_positions_of_their_paper():
+    for convolution in (True, False):
+        options = CANDIDATES["vq"].options(convolution)
+        assert options["positions"] is None
+        model = models.backbone(options, SIZES, 256, "decoder", seed=0)
+        for block in model.transformer_layers:
+            assert block.attention.config.relative_positions
+
+
 def test_softmax_has_rotary_positions_or_none():
     names = {"softmax": "rotary", "softmax, no positions": None}
     for name, positions in names.items():
