@@ -70,6 +70,7 @@ def parse_arguments(argv):
     add("--ponder-cost", type=not_negative, default=0.001)
     add("--halting-bias", type=float, default=-1.0)
     parser.add_training(steps=800, batch=64, learning_rate=1e-3)
+    add("--warmup", type=natural, default=0, help="steps in which the rate rises")
     add("--test-sequences", type=positive, default=256)
     parser.add_seeds()
     parser.add_verbose()

@@ -103,6 +103,17 @@ def repeat(inputs, y, weights, length):
     return {name: pad(x) for name, x in inputs.items()}, pad(y), pad(weights)
 
 
+def learning_rate_schedule(arguments):
+    """A linear rise over `arguments.warmup` steps, then a cosine down to 0."""
+    rate, warmup = arguments.learning_rate, arguments.warmup
+    return keras.optimizers.schedules.CosineDecay(
+        0.0 if warmup else rate,
+        max(1, arguments.steps - warmup),
+        warmup_target=rate if warmup else None,
+        warmup_steps=warmup,
+    )
+
+
 def train_and_measure(kind, task, arguments):
     """Trains one model.
 
@@ -116,9 +127,7 @@ def train_and_measure(kind, task, arguments):
     model = build_model(kind, task, arguments)
     model.compile(
         keras.optimizers.Adam(
-            keras.optimizers.schedules.CosineDecay(
-                arguments.learning_rate, arguments.steps
-            ),
+            learning_rate_schedule(arguments),
             global_clipnorm=1.0,
         ),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

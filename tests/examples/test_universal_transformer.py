@@ -6,7 +6,7 @@ import pytest
 
 import universal_transformer
 from algorithms.data import END, FIRST, PLUS, START, examples, model_inputs
-from algorithms.training import build_model
+from algorithms.training import build_model, learning_rate_schedule
 from keras_efficient_attn.models import PositionOptions
 from keras_efficient_attn.models.files import FOLDER
 
@@ -70,11 +70,23 @@ def test_models_have_the_form_of_their_papers(kind, preset):
     assert timesteps == recurrence.get("timestep_embedding")
 
 
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_rate_rises_in_a_warm_up_and_falls_to_zero(warmup):
+    options = f"--steps 9 --learning-rate 0.5 --warmup {warmup}".split()
+    schedule = learning_rate_schedule(universal_transformer.parse_arguments(options))
+    steps = np.arange(10)
+    fall = 0.25 + 0.25 * np.cos(np.pi * (steps - warmup) / (9 - warmup))
+    rise = 0.5 * steps / max(1, warmup)
+    expected = np.where(steps < warmup, rise, fall)
+    rates = [float(schedule(step)) for step in steps]
+    np.testing.assert_allclose(rates, expected, atol=1e-6)
+
+
 def test_the_script_prints_its_table(printed_table):
     arguments = (
         "--tasks copy --models vanilla adaptive --train-length 3 --test-lengths 3 5 "
         "--alphabet 3 --depth 1 --dim 16 --heads 2 --steps 2 --batch 2 "
-        "--test-sequences 4 --verbose 0 --seeds 0 1"
+        "--test-sequences 4 --verbose 0 --warmup 1 --seeds 0 1"
     )
     assert universal_transformer.main(arguments.split()) == 0
     header, vanilla, adaptive = printed_table()
