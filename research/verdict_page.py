@@ -70,8 +70,9 @@ def collect(folder):
 
     Returns:
         `(rows, costs)`: a dict from `(candidate, convolution)` to a dict from a part to
-        the results of the seeds, by the bits per byte at the length of training; and a
-        dict from `(mode, backend)` to a dict from a length to its `Comparison`.
+        the results and seconds of the seeds, by the bits per byte at the length of
+        training; and a dict from `(mode, backend)` to a dict from a length to its
+        `Comparison`.
     """
     from keras_efficient_attn.benchmark.report import read_json
 
@@ -82,7 +83,8 @@ def collect(folder):
             key = record["candidate"], record["convolution"]
             own = module.options(CANDIDATES[key[0]], key[1])
             if (record["sizes"], record["options"]) == (module.SIZES, own):
-                rows[key][part].append(record["result"])
+                result = record["result"] | {"seconds": record["seconds"]}
+                rows[key][part].append(result)
     costs = defaultdict(dict)
     for path in sorted((folder / "cost").glob("*.json")):
         comparison = read_json(path)
@@ -157,6 +159,7 @@ def pages(rows, costs):
         "docs/benchmarks/verdict.md": {
             **{part: part_table(rows, part) for part in PARTS},
             "cost": cost_table(costs),
+            "hours": hours_table(rows),
         },
     }
 
@@ -170,6 +173,22 @@ def part_table(rows, part):
             cells = [cell(row, part, *column) for column in columns.values()]
             lines.append([name, yes(convolution), *cells, len(row[part])])
     return markdown(["attention", "convolution", *columns, "seeds"], lines)
+
+
+def hours_table(rows):
+    """The number of runs of each part, and the hours that they took."""
+    seconds = {
+        part: [
+            result["seconds"] for row in rows.values() for result in row.get(part, [])
+        ]
+        for part in PARTS
+    }
+    seconds["all"] = [each for found in seconds.values() for each in found]
+    lines = [
+        [part, len(found), f"{sum(found) / 3600:.1f}"]
+        for part, found in seconds.items()
+    ]
+    return markdown(["part", "runs", "hours"], lines)
 
 
 def summary(rows, columns):

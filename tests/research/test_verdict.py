@@ -271,11 +271,12 @@ def record(candidate, convolution, bits, seed=0):
         "sizes": language.SIZES,
         "options": CANDIDATES[candidate].options(convolution),
         "result": {"bits_per_byte": {"1024": bits, "4096": bits, "16384": bits + 1}},
+        "seconds": 1800.0,
     }
 
 
 PAGES = ("README.md", "docs/choosing.md", "docs/benchmarks/verdict.md")
-MARKS = ("verdict", "properties", *PARTS, "cost")
+MARKS = ("verdict", "properties", *PARTS, "cost", "hours")
 
 
 def make_pages(root, marks=MARKS):
@@ -355,6 +356,10 @@ def test_the_tables_have_means_deviations_and_costs(tmp_path):
     costs = cells_below(tmp_path / PAGES[2], "cost")
     assert ["layer", "jax 4,096", "MiB, jax 4,096"] in costs
     assert ["linear", "1,000", "2"] in costs
+    # Half an hour each; runs of other sizes or options do not count.
+    hours = cells_below(tmp_path / PAGES[2], "hours")
+    assert ["language", "5", "2.5"] in hours and ["recall", "0", "0.0"] in hours
+    assert hours[-1] == ["all", "5", "2.5"]
     familiar = [row[0] for row in cells_below(tmp_path / PAGES[0], "verdict")[2:]]
     assert familiar == ["linear", "softmax"]
     assert (tmp_path / "docs" / "verdict.png").stat().st_size > 1000
