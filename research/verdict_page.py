@@ -28,6 +28,8 @@ LONG = 16384
 # Costs are compared on one backend, at the longest length that softmax attention
 # trains at within the time limit.
 BACKEND, COST_LENGTH = "jax", 4096
+# Other learning rates are compared with one seed.
+RATE_SEED = 0
 BLUE, GREY = "#0072B2", "#888888"
 
 
@@ -42,10 +44,10 @@ def parse_arguments(argv):
 @command(parse_arguments)
 def main(arguments):
     """Writes the tables between their marks, and the picture."""
-    rows, costs = collect(arguments.results)
+    rows, costs, rates = collect(arguments.results)
     if not rows:
         raise UsageError(f"--results {arguments.results} has no run")
-    for name, tables in pages(rows, costs).items():
+    for name, tables in pages(rows, costs, rates).items():
         path = arguments.root / name
         text = path.read_text()
         for mark, lines in tables.items():
@@ -69,28 +71,38 @@ def collect(folder):
         folder: Of the runs.
 
     Returns:
-        `(rows, costs)`: a dict from `(candidate, convolution)` to a dict from a part to
-        the results and seconds of the seeds, by the bits per byte at the length of
-        training; and a dict from `(mode, backend)` to a dict from a length to its
-        `Comparison`.
+        `(rows, costs, rates)`: a dict from `(candidate, convolution)` to a dict from a
+        part to the results and seconds of the seeds, by the bits per byte at the length
+        of training; a dict from `(mode, backend)` to a dict from a length to its
+        `Comparison`; and a dict from a candidate, with a convolution, to the bits per
+        byte of `RATE_SEED` by the learning rate.
     """
     from keras_efficient_attn.benchmark.report import read_json
 
-    rows = defaultdict(lambda: defaultdict(list))
+    rows, rates = defaultdict(lambda: defaultdict(list)), defaultdict(dict)
     for part in PARTS:
         module = importlib.import_module(f"verdict.{part}")
         for record in read(folder, part):
             key = record["candidate"], record["convolution"]
             own = module.options(CANDIDATES[key[0]], key[1])
-            if (record["sizes"], record["options"]) == (module.SIZES, own):
-                result = record["result"] | {"seconds": record["seconds"]}
+            if record["options"] != own:
+                continue
+            result = record["result"] | {"seconds": record["seconds"]}
+            if record["sizes"] == module.SIZES:
                 rows[key][part].append(result)
+            # A run with another learning rate only is one of `rates`.
+            rate = record["sizes"].get("learning_rate")
+            described = part, record["convolution"], record["seed"], record["sizes"]
+            asked = module.SIZES | {"learning_rate": rate}
+            if described == ("language", True, RATE_SEED, asked):
+                rates[key[0]][rate] = result["bits_per_byte"]["1024"]
     costs = defaultdict(dict)
     for path in sorted((folder / "cost").glob("*.json")):
         comparison = read_json(path)
         settings = comparison.settings
         costs[settings.mode, settings.backend][settings.lengths[0]] = comparison
-    return dict(sorted(rows.items(), key=lambda row: bits(row[1], 1024))), costs
+    rows = dict(sorted(rows.items(), key=lambda row: bits(row[1], 1024)))
+    return rows, costs, rates
 
 
 # Titles of the columns of each part: where the value is, digits, and a factor. `None`
@@ -139,7 +151,7 @@ MORE_QUALITY = [
 ]
 
 
-def pages(rows, costs):
+def pages(rows, costs, rates):
     """Dict from a page to its tables, by their marks."""
     shown = {
         name: row
@@ -160,6 +172,7 @@ def pages(rows, costs):
             **{part: part_table(rows, part) for part in PARTS},
             "cost": cost_table(costs),
             "hours": hours_table(rows),
+            "rates": rates_table(rates),
         },
     }
 
@@ -189,6 +202,18 @@ def hours_table(rows):
         for part, found in seconds.items()
     ]
     return markdown(["part", "runs", "hours"], lines)
+
+
+def rates_table(rates):
+    """Bits per byte by the learning rate, of candidates with several."""
+    several = {name: found for name, found in rates.items() if len(found) > 1}
+    columns = {
+        f"{rate:g}": lambda name, found, rate=rate: (
+            f"{found[rate]:.3f}" if rate in found else "-"
+        )
+        for rate in sorted({rate for found in several.values() for rate in found})
+    }
+    return summary(several, columns)
 
 
 def summary(rows, columns):

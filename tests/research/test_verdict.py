@@ -276,7 +276,7 @@ def record(candidate, convolution, bits, seed=0):
 
 
 PAGES = ("README.md", "docs/choosing.md", "docs/benchmarks/verdict.md")
-MARKS = ("verdict", "properties", *PARTS, "cost", "hours")
+MARKS = ("verdict", "properties", *PARTS, "cost", "hours", "rates")
 
 
 def make_pages(root, marks=MARKS):
@@ -308,6 +308,7 @@ def write_costs(folder, seconds):
 def test_the_tables_have_means_deviations_and_costs(tmp_path):
     results = tmp_path / "results"
     (results / "language").mkdir(parents=True)
+    faster = language.SIZES | {"learning_rate": 0.5}
     records = [
         record("softmax", False, 2.4),
         record("softmax", True, 2.25),
@@ -315,6 +316,7 @@ def test_the_tables_have_means_deviations_and_costs(tmp_path):
         record("linear", True, 2.0),
         record("linear, local in turn", True, 3.0),
         record("linear", False, 1.0) | {"sizes": {"dim": 4}},
+        record("softmax", True, 2.125) | {"sizes": faster},
         record("linear", False, 1.0) | {"options": {}},
     ]
     for number, each in enumerate(records):
@@ -356,6 +358,12 @@ def test_the_tables_have_means_deviations_and_costs(tmp_path):
     costs = cells_below(tmp_path / PAGES[2], "cost")
     assert ["layer", "jax 4,096", "MiB, jax 4,096"] in costs
     assert ["linear", "1,000", "2"] in costs
+    rates = cells_below(tmp_path / PAGES[2], "rates")
+    assert rates == [
+        ["attention", f"{language.SIZES['learning_rate']:g}", "0.5"],
+        ["---"] * 3,
+        ["softmax", "2.250", "2.125"],
+    ]
     # Half an hour each; runs of other sizes or options do not count.
     hours = cells_below(tmp_path / PAGES[2], "hours")
     assert ["language", "5", "2.5"] in hours and ["recall", "0", "0.0"] in hours
@@ -376,8 +384,8 @@ def test_no_mark_and_no_run_are_one_line(tmp_path, error_line):
 
 
 def test_pages_have_the_tables_of_the_runs():
-    rows, costs = verdict_page.collect(verdict_page.RESULTS)
-    for name, tables in verdict_page.pages(rows, costs).items():
+    results = verdict_page.collect(verdict_page.RESULTS)
+    for name, tables in verdict_page.pages(*results).items():
         text = (folders.ROOT / name).read_text()
         for mark, lines in tables.items():
             assert verdict_page.place(mark).search(text)[0] == (
@@ -430,7 +438,7 @@ def test_models_of_one_seed_begin_alike():
 
 def test_readme_lists_the_layers_in_the_order_of_the_verdict():
     """By the fewest bits per byte that a layer has with any of its options."""
-    rows, _ = verdict_page.collect(verdict_page.RESULTS)
+    rows, _, _ = verdict_page.collect(verdict_page.RESULTS)
     best = dict.fromkeys(
         attention_class(CANDIDATES[name].attention.partition(":")[0]).__name__
         for name, convolution in rows
