@@ -272,8 +272,12 @@ PROPERTIES = {
 
 
 def cost_table(costs):
-    """Milliseconds of each layer by mode, backend and length; and peaks of memory."""
-    tables = []
+    """Milliseconds of each layer by mode, backend and length; memory; machines."""
+    tables, machines = [], defaultdict(set)
+    for (_, backend), found in sorted(costs.items()):
+        for comparison in found.values():
+            about = comparison.environment
+            machines[backend].add(f"{about['cpu_count']} cores of {about['cpu']}")
     for mode, title in MODES.items():
         measured = {b: found for (m, b), found in sorted(costs.items()) if m == mode}
         if not measured:
@@ -293,6 +297,8 @@ def cost_table(costs):
             ]
             lines.append([name, *cells])
         tables.append(f"{title}:\n\n" + markdown(["layer", *header], lines))
+    for backend, names in machines.items():
+        tables.append(f"Machine of {backend}: {', '.join(sorted(names))}.")
     return "\n\n".join(tables) or "Not measured."
 
 

@@ -301,7 +301,8 @@ def write_costs(folder, seconds):
             Record(name, "jax", mode, 4096, "ok", seconds=value, memory_bytes=2**21)
             for name, value in layers.items()
         ]
-        comparison = Comparison(settings, records, {})
+        machine = {"cpu": "some chip", "cpu_count": 2}
+        comparison = Comparison(settings, records, machine)
         write_json(comparison, folder / f"{mode}-jax-4096.json")
 
 
@@ -358,6 +359,8 @@ def test_the_tables_have_means_deviations_and_costs(tmp_path):
     costs = cells_below(tmp_path / PAGES[2], "cost")
     assert ["layer", "jax 4,096", "MiB, jax 4,096"] in costs
     assert ["linear", "1,000", "2"] in costs
+    text = (tmp_path / PAGES[2]).read_text()
+    assert text.count("Machine of jax: 2 cores of some chip.") == 1
     rates = cells_below(tmp_path / PAGES[2], "rates")
     assert rates == [
         ["attention", f"{language.SIZES['learning_rate']:g}", "0.5"],
