@@ -205,7 +205,16 @@ class SoftmaxAttention(EfficientAttention):
         if self.kernel == "gaussian":
             query, key, value = _by_distance(query, key, value)
             dtype = keras.backend.standardize_dtype(query.dtype)
-        mask = self._mask(shape_of(query)[1], shape_of(key)[1], start, call.causal)
+        dropped = call.training and self._dropout > 0.0
+        # Keras' fused kernels round float64 to float32.
+        by_matrix = call.scores or dropped or dtype == "float64"
+        # The kernel handles a causal mask itself, if no other hides keys.
+        is_causal = call.causal and not by_matrix and self._sliding_window is None
+        others = state, call.documents, key_mask
+        is_causal = is_causal and all(each is None for each in others)
+        mask = None
+        if not is_causal:
+            mask = self._mask(shape_of(query)[1], shape_of(key)[1], start, call.causal)
         if call.documents is not None:
             number = call.documents.number
             same = (number[:, :, None] == number[:, None])[:, None]
@@ -213,15 +222,8 @@ class SoftmaxAttention(EfficientAttention):
         if key_mask is not None:
             keys = key_mask[:, None, None]
             mask = keys if mask is None else ops.logical_and(mask, keys)
-        dropped = call.training and self._dropout > 0.0
-        # Keras' fused kernels round float64 to float32.
-        if call.scores or dropped or dtype == "float64":
+        if by_matrix:
             return self._attend_by_matrix(query, key, value, mask, call), state
-        # The kernel handles a causal mask without padding itself.
-        causal = call.causal and state is None and self._sliding_window is None
-        causal = causal and call.documents is None
-        if causal and key_mask is None:
-            mask = None
         if dtype == "float16" and not self._flash_attention:
             # The logits of large queries and keys overflow its range.
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
@@ -237,7 +239,7 @@ class SoftmaxAttention(EfficientAttention):
             *(_widen(x, width) for x in (query, key, value)),
             mask=mask,
             scale=self._inverse_sqrt_key_dim,
-            is_causal=causal and mask is None,
+            is_causal=is_causal,
             flash_attention=flash_attention,
         )
         return _where_any(mask, heads[..., : value.shape[-1]]), state

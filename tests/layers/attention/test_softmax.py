@@ -8,6 +8,7 @@ from keras_efficient_attn import SoftmaxAttention
 from keras_efficient_attn.layers.attention.softmax import KERNELS
 from tests import dense
 from tests.autodiff import to_numpy
+from tests.largest_tensor import largest_tensor
 from tests.layers.streams import stream
 
 
@@ -105,6 +106,21 @@ def test_keras_setting_of_flash_attention_is_passed_on(monkeypatch):
         keras.config.enable_flash_attention()
     SoftmaxAttention(2, 4, flash_attention=True)(x, x)
     assert received == [None, False, True]
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="only PyTorch has a kernel on a CPU"
+)
+def test_the_causal_kernel_needs_no_mask():
+    length = 256
+    x = np.ones((1, length, 8), "float32")
+    layer = SoftmaxAttention(1, 4)
+    layer.build(x.shape, x.shape)
+
+    def loss(x):
+        return keras.ops.sum(layer(x, x, use_causal_mask=True))
+
+    assert largest_tensor(loss, x) < length**2 / 4
 
 
 def test_the_output_projection_has_its_own_bias():
