@@ -38,7 +38,8 @@ def compare(
     Every contestant runs in a new process for each length. So memory starts from a
     fresh process, and a time-out or a lack of memory ends one point only. The processes
     compute one at a time, in turns, on new random inputs for every call. A square
-    matmul runs with them and measures the machine's speed.
+    matmul runs with them and measures the machine's speed. A contestant that runs out
+    of memory is measured again when the other processes have ended.
 
     Args:
         layers: Identifiers for `get_attention`. Defaults to `"softmax"`,
@@ -110,6 +111,12 @@ def run(settings, progress=None, start_worker=WorkerProcess, clock=time.perf_cou
             ]
             try:
                 _race(points, settings, start_worker, clock, bar, environment)
+                for i, point in enumerate(points):
+                    # The others' processes took memory, too.
+                    if point.status == OUT_OF_MEMORY:
+                        alone = points[i] = _Point(point.name, length, settings, None)
+                        _race([alone], settings, start_worker, clock, None, environment)
+                        alone.add_detail("measured alone: no memory beside the others")
             except KeyboardInterrupt:
                 for point in points:
                     point.interrupt()
@@ -207,15 +214,21 @@ class _Point:
             if not self.checked:
                 said = f"check: {self.status}"
                 self.status, self.detail, self.over_limit = timing
-                self._add_detail(said)
+                self.add_detail(said)
 
     def interrupt(self):
         """Completes the status of a race that ended early."""
+        if self._settled:
+            return
         self._settle()
         if self.status == OK and self.seconds:
-            self._add_detail(f"interrupted after {len(self.seconds)} repeats")
+            self.add_detail(f"interrupted after {len(self.seconds)} repeats")
         elif self.status == OK:
             self.status, self.detail = SKIPPED, "interrupted"
+
+    def add_detail(self, text):
+        """Appends a remark."""
+        self.detail = f"{self.detail}; {text}".removeprefix("; ")
 
     def close(self):
         if self.worker is not None:
@@ -233,9 +246,6 @@ class _Point:
         elif self.over_limit:
             self.status = TIME_OUT
             self.detail = f"no repeat within {self._limit:g} s"
-
-    def _add_detail(self, text):
-        self.detail = f"{self.detail}; {text}".removeprefix("; ")
 
     def _request(self, message):
         start = self._clock()

@@ -158,6 +158,44 @@ def test_a_dead_worker_is_a_cell(killed, status):
     assert statuses(comparison, ELU) == ["ok", "ok", "ok"]
 
 
+def test_out_of_memory_beside_others_it_is_measured_alone():
+    calls = []
+
+    def softmax(n):
+        calls.append(n)
+        if calls.count(200) == 1:
+            raise WorkerDied("exit status -9", True)
+        return 2.0
+
+    comparison, log = race({SOFTMAX: softmax, ELU: lambda n: 1.0})
+    assert statuses(comparison, SOFTMAX) == ["ok", "ok", "ok"]
+    second = comparison.of(SOFTMAX)[1]
+    assert (second.seconds, second.repeats, second.error) == (2.0, 5, 0.25)
+    assert second.detail == "measured alone: no memory beside the others"
+    at_200 = [(done, name) for done, name, n in log if n == 200]
+    others = max(i for i, (_, name) in enumerate(at_200) if name == ELU)
+    assert at_200[others + 1 :] == [
+        ("prepare", SOFTMAX),
+        *[("repeat", SOFTMAX)] * 5,
+        ("check", SOFTMAX),
+    ]
+
+
+def test_an_interrupt_alone_keeps_the_others():
+    died = WorkerDied("exit status -9", True)
+    failures = iter([died, KeyboardInterrupt()])
+
+    def softmax(n):
+        raise next(failures)
+
+    comparison, _ = race({SOFTMAX: softmax, ELU: lambda n: 1.0})
+    assert not comparison.complete
+    (record,) = comparison.of(SOFTMAX)
+    assert (record.status, record.detail) == ("skipped", "interrupted")
+    (record,) = comparison.of(ELU)
+    assert (record.status, record.repeats, record.detail) == ("ok", 5, "")
+
+
 def test_unsupported_at_one_length_is_tried_at_the_next():
     reply = {"status": "unsupported", "detail": "not divisible by 200"}
     comparison, _ = race(
