@@ -91,7 +91,7 @@ def maps(arguments):
 
 
 def blocks(arguments):
-    options = dict(positions="sinusoidal", convolution=4)
+    options = dict(positions="sinusoidal", convolution=4, embedding={"scale": False})
     shared = f"reformer:num_hashes=1,dense_length={arguments.length}"
     return {
         "softmax": ("softmax", options, None),

@@ -55,6 +55,7 @@ def make_model(attention, arguments):
             4 * arguments.dim,
             attention=attention,
             positions="sinusoidal",
+            embedding={"scale": False},
         )
     )
 

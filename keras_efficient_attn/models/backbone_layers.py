@@ -27,12 +27,11 @@ class BackboneLayers:
 
     def embedding(self):
         options = self.options
-        once = options.positions.is_added and not options.positions.each_layer
         return InputEmbedding(
             options.vocabulary_size,
             options.hidden_dim,
             embedding=options.embedding,
-            positions=options.positions if once else None,
+            positions=options.positions,
             dropout=options.dropout,
             output_width=options.hidden_dim * options.residual.width_factor,
             dtype=self.dtype,

@@ -52,13 +52,12 @@ class Candidate:
         Args:
             convolution: Whether there is one.
             both_ways: Whether the model is not causal. A convolution of earlier tokens
-                then gives no order to later ones: the positions stay, except sinusoids,
-                with which masked models learn less.
+                then gives no order to later ones: the positions stay.
         """
         if self.without is not None:
             attention = self.attention if convolution else self.without
             return {"attention": attention, "positions": self.positions}
-        near = convolution and (not both_ways or self.positions == "sinusoidal")
+        near = convolution and not both_ways
         return {
             "attention": self.attention,
             "positions": self.convolved_positions if near else self.positions,

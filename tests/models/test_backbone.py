@@ -108,7 +108,7 @@ def check_encoder_decoder(dtype, tolerance):
 
     def embed(side):
         tokens = data[f"{side}_token_ids"]
-        return table[tokens] + dense.sinusoids(tokens.shape[1], 8)
+        return table[tokens] * np.sqrt(8) + dense.sinusoids(tokens.shape[1], 8)
 
     masks = data["encoder_padding_mask"], data["decoder_padding_mask"]
     memory = dense.stack(backbone.encoder, embed("encoder"), masks[0])

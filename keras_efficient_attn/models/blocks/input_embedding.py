@@ -35,7 +35,8 @@ class EmbeddingOptions(Options):
         output_bias: Whether an `"untied"` output projection has a bias. Defaults to
             `False`.
         scale: Whether token embeddings are multiplied by `√hidden_dim`. Defaults to
-            `False`.
+            `None`: with sinusoidal positions, which are many times as large as
+            embeddings at the start of training.
         features: Layers from token ids `(batch, length)` to `(batch, length,
             hidden_dim)`, which are added to the embeddings; layers or their
             configurations. To stream, a layer needs `get_initial_state(batch_size)` and
@@ -52,7 +53,7 @@ class EmbeddingOptions(Options):
 
     output: str = "tied"
     output_bias: bool = False
-    scale: bool = False
+    scale: bool | None = None
     features: tuple[keras.layers.Layer, ...] = ()
 
     def __post_init__(self):
@@ -138,7 +139,7 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
             `token_embedding(x, reverse=True)`, which gives float32 logits, shares the
             embedding's weights.
         positions: `PositionOptions`, or a shorthand for them, for positions to add
-            here. Defaults to `None`.
+            here, unless with `each_layer`. Defaults to `None`.
         dropout: Rate of dropout on the sum. Defaults to 0.
         output_width: Width of what `token_embedding(x, reverse=True)` reads, for an
             `"untied"` one. Defaults to `None`: `hidden_dim`.
@@ -175,6 +176,9 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
         check_rate("dropout", dropout)
         self.options = EmbeddingOptions.get("embedding", embedding)
         self.position_options = PositionOptions.get("positions", positions)
+        self.scale = self.options.scale
+        if self.scale is None:
+            self.scale = self.position_options.kind == "sinusoidal"
         self.output_width = output_width or hidden_dim
         sizes = vocabulary_size, hidden_dim
         names = dict(dtype=self.dtype_policy, name="token_embedding")
@@ -199,9 +203,11 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
             type(layer).from_config({**layer.get_config(), "dtype": self.dtype_policy})
             for layer in self.options.features
         ]
-        self.positions = self.position_options.make_layer(
-            dtype=self.dtype_policy, name="positions"
-        )
+        self.positions = None
+        if not self.position_options.each_layer:
+            self.positions = self.position_options.make_layer(
+                dtype=self.dtype_policy, name="positions"
+            )
         self.dropout = keras.layers.Dropout(
             dropout, dtype=self.dtype_policy, name="dropout"
         )
@@ -240,7 +246,7 @@ class InputEmbedding(KeepsQuantization, keras.layers.Layer):
             if document_ids is not None:
                 document_ids = order.to_front(document_ids)
         x = self.token_embedding(token_ids)
-        if self.options.scale:
+        if self.scale:
             x = x * math.sqrt(self.token_embedding.output_dim)
         new_state = {}
         for name, layer in self._streaming_layers():

@@ -262,6 +262,26 @@ def test_symbolic_calls_with_a_state_return_one(make):
     check_symbolic_call(layer, rows(), layer.get_initial_state(2))
 
 
+@pytest.mark.parametrize("each_layer", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "scale", "factor"),
+    [
+        (None, None, 1.0),
+        (None, True, 4.0),
+        ("sinusoidal", None, 4.0),
+        ("sinusoidal", False, 1.0),
+    ],
+)
+def test_embeddings_with_sinusoids_are_scaled(kind, scale, factor, each_layer):
+    positions = {"kind": kind, "each_layer": each_layer and kind is not None}
+    layer = InputEmbedding(11, 16, {"scale": scale}, positions)
+    tokens = np.arange(5, dtype="int32")[None]
+    expected = factor * to_numpy(layer.token_embedding(tokens))
+    if kind is not None and not each_layer:
+        expected += to_numpy(layer.positions(0 * layer.token_embedding(tokens)))
+    np.testing.assert_allclose(to_numpy(layer(tokens)), expected, atol=1e-6)
+
+
 def test_symbolic_embeddings_with_a_state_return_one():
     layer = InputEmbedding(11, 8, positions="sinusoidal")
     tokens = np.arange(10, dtype="int32").reshape(2, 5)
