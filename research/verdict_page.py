@@ -25,8 +25,9 @@ from verdict.runs import RESULTS, read
 FAMILIAR = ("gated-delta", "retention", "softmax", "local", "performer", "linear")
 # The length of the longest test, at which states are compared.
 LONG = 16384
-# Costs are compared on one backend, at the longest length that softmax attention
-# trains at within the time limit.
+# Costs are compared on one backend, and those of training on PyTorch too, which has
+# fused softmax attention on a CPU; at the longest length that softmax attention trains
+# at within the time limit on both.
 BACKEND, COST_LENGTH = "jax", 4096
 # Other learning rates are compared with one seed.
 RATE_SEED = 0
@@ -246,16 +247,17 @@ def cost_columns(costs):
 
     return {
         "training step": share_column(costs, "train", "seconds"),
+        "on PyTorch": share_column(costs, "train", "seconds", "torch"),
         "generated token": share_column(costs, "decode", "seconds"),
         "state, KiB": lambda name, row: f"{facts(name)['bytes'] / 1024:,.0f}",
     }
 
 
-def share_column(costs, mode, field):
+def share_column(costs, mode, field, backend=BACKEND):
     """A column for `summary` of `relative`."""
 
     def make(name, row):
-        value = relative(name, costs, mode, field)
+        value = relative(name, costs, mode, field, backend)
         return "-" if value is None else f"{value:.2g}"
 
     return make
@@ -339,12 +341,12 @@ def bits(row, length):
     return statistics.fmean(values) if values else math.inf
 
 
-def relative(name, costs, mode, field):
+def relative(name, costs, mode, field, backend=BACKEND):
     """A field of the layer at `COST_LENGTH`, softmax being 1; `None` if not measured.
 
     Of layers in turn, the mean.
     """
-    comparison = costs.get((mode, BACKEND), {}).get(COST_LENGTH)
+    comparison = costs.get((mode, backend), {}).get(COST_LENGTH)
     if comparison is None:
         return None
     values = [

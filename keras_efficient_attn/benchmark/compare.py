@@ -38,8 +38,9 @@ def compare(
     Every contestant runs in a new process for each length. So memory starts from a
     fresh process, and a time-out or a lack of memory ends one point only. The processes
     compute one at a time, in turns, on new random inputs for every call. A square
-    matmul runs with them and measures the machine's speed. A contestant that runs out
-    of memory is measured again when the other processes have ended.
+    matmul runs with them and measures the machine's speed. If one runs out of memory,
+    it is measured again when the other processes have ended, and so is one without a
+    call in its time.
 
     Args:
         layers: Identifiers for `get_attention`. Defaults to `"softmax"`,
@@ -111,9 +112,10 @@ def run(settings, progress=None, start_worker=WorkerProcess, clock=time.perf_cou
             ]
             try:
                 _race(points, settings, start_worker, clock, bar, environment)
+                scarce = any(point.status == OUT_OF_MEMORY for point in points)
                 for i, point in enumerate(points):
-                    # The others' processes took memory, too.
-                    if point.status == OUT_OF_MEMORY:
+                    # The others' processes took memory, or time by the lack of it.
+                    if scarce and point.status in ENDS_THE_RACE:
                         alone = points[i] = _Point(point.name, length, settings, None)
                         _race([alone], settings, start_worker, clock, None, environment)
                         alone.add_detail("measured alone: no memory beside the others")

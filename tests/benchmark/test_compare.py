@@ -181,6 +181,26 @@ def test_out_of_memory_beside_others_it_is_measured_alone():
     ]
 
 
+@pytest.mark.parametrize(("scarce", "status"), [(True, "ok"), (False, "time-out")])
+def test_where_memory_ran_out_a_time_out_is_measured_alone(scarce, status):
+    failures = {
+        SOFTMAX: iter([WorkerDied("exit status -9", True)] if scarce else []),
+        ELU: iter([WorkerTimeout("no reply within 60 s")]),
+    }
+
+    def behaviour(name):
+        def seconds(n):
+            for failure in failures[name]:
+                raise failure
+            return 1.0
+
+        return seconds
+
+    comparison, _ = race({n: behaviour(n) for n in (SOFTMAX, ELU)}, lengths=[100])
+    assert statuses(comparison, SOFTMAX) == ["ok"]
+    assert statuses(comparison, ELU) == [status]
+
+
 def test_an_interrupt_alone_keeps_the_others():
     died = WorkerDied("exit status -9", True)
     failures = iter([died, KeyboardInterrupt()])

@@ -293,17 +293,17 @@ def cells_below(path, mark):
 
 
 def write_costs(folder, seconds):
-    """Files of the part `cost`, for a dict from modes to one of layers to seconds."""
+    """Files of the part `cost`: a dict from mode and backend to layers' seconds."""
     folder.mkdir()
-    for mode, layers in seconds.items():
-        settings = Settings(tuple(layers), (4096,), mode=mode, backend="jax")
+    for (mode, backend), layers in seconds.items():
+        settings = Settings(tuple(layers), (4096,), mode=mode, backend=backend)
         records = [
-            Record(name, "jax", mode, 4096, "ok", seconds=value, memory_bytes=2**21)
+            Record(name, backend, mode, 4096, "ok", seconds=value, memory_bytes=2**21)
             for name, value in layers.items()
         ]
         machine = {"cpu": "some chip", "cpu_count": 2}
         comparison = Comparison(settings, records, machine)
-        write_json(comparison, folder / f"{mode}-jax-4096.json")
+        write_json(comparison, folder / f"{mode}-{backend}-4096.json")
 
 
 def test_the_tables_have_means_deviations_and_costs(tmp_path):
@@ -323,7 +323,12 @@ def test_the_tables_have_means_deviations_and_costs(tmp_path):
     for number, each in enumerate(records):
         (results / "language" / f"{number}.json").write_text(json.dumps(each))
     train = {"softmax": 4.0, "linear": 1.0, "local:window=64": 2.0}
-    write_costs(results / "cost", {"train": train, "decode": {"softmax": 1.0}})
+    measured = {
+        ("train", "jax"): train,
+        ("train", "torch"): {"softmax": 0.5, "linear": 1.0},
+        ("decode", "jax"): {"softmax": 1.0},
+    }
+    write_costs(results / "cost", measured)
     make_pages(tmp_path)
     arguments = ["--results", str(results), "--root", str(tmp_path)]
     assert verdict_page.main(arguments) == 0
@@ -342,6 +347,8 @@ def test_the_tables_have_means_deviations_and_costs(tmp_path):
     assert linear[memory] == "1"
     step, state = header.index("training step"), header.index("state, KiB")
     assert [row[step] for row in (linear, softmax, turns)] == ["0.25", "1", "0.38"]
+    torch = header.index("on PyTorch")
+    assert [row[torch] for row in (linear, softmax, turns)] == ["2", "1", "-"]
     token = header.index("generated token")
     assert [row[token] for row in (linear, softmax)] == ["-", "1"]
     # Of two layers: 4 heads of 32 × 32, 32 sums of keys and a maximum, in float32;
@@ -357,8 +364,9 @@ def test_the_tables_have_means_deviations_and_costs(tmp_path):
         ["a growing cache", "yes", "optional"],
     ]
     costs = cells_below(tmp_path / PAGES[2], "cost")
-    assert ["layer", "jax 4,096", "MiB, jax 4,096"] in costs
-    assert ["linear", "1,000", "2"] in costs
+    measured = ["jax 4,096", "torch 4,096", "MiB, jax 4,096", "MiB, torch 4,096"]
+    assert ["layer", *measured] in costs
+    assert ["linear", "1,000", "1,000", "2", "2"] in costs
     text = (tmp_path / PAGES[2]).read_text()
     assert text.count("Machine of jax: 2 cores of some chip.") == 1
     rates = cells_below(tmp_path / PAGES[2], "rates")
