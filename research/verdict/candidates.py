@@ -52,12 +52,13 @@ class Candidate:
         Args:
             convolution: Whether there is one.
             both_ways: Whether the model is not causal. A convolution of earlier tokens
-                then gives no order to later ones: the positions stay.
+                then gives no order to later ones: the positions stay, except sinusoids,
+                which do not improve masked models and fail beyond the training length.
         """
         if self.without is not None:
             attention = self.attention if convolution else self.without
             return {"attention": attention, "positions": self.positions}
-        near = convolution and not both_ways
+        near = convolution and (not both_ways or self.positions == "sinusoidal")
         return {
             "attention": self.attention,
             "positions": self.convolved_positions if near else self.positions,
