@@ -75,8 +75,8 @@ def collect(folder):
         `(rows, costs, rates)`: a dict from `(candidate, convolution)` to a dict from a
         part to the results and seconds of the seeds, by the bits per byte at the length
         of training; a dict from `(mode, backend)` to a dict from a length to its
-        `Comparison`; and a dict from a candidate, with a convolution, to the bits per
-        byte of `RATE_SEED` by the learning rate.
+        `Comparison`; and a dict from a candidate, with a convolution, to the result of
+        `RATE_SEED` by the learning rate.
     """
     from keras_efficient_attn.benchmark.report import read_json
 
@@ -96,7 +96,7 @@ def collect(folder):
             described = part, record["convolution"], record["seed"], record["sizes"]
             asked = module.SIZES | {"learning_rate": rate}
             if described == ("language", True, RATE_SEED, asked):
-                rates[key[0]][rate] = result["bits_per_byte"]["1024"]
+                rates[key[0]][rate] = result
     costs = defaultdict(dict)
     for path in sorted((folder / "cost").glob("*.json")):
         comparison = read_json(path)
@@ -172,7 +172,7 @@ def pages(rows, costs, rates):
         "docs/benchmarks/verdict.md": {
             **{part: part_table(rows, part) for part in PARTS},
             "cost": cost_table(costs),
-            "hours": hours_table(rows),
+            "hours": hours_table(rows, rates),
             "rates": rates_table(rates),
         },
     }
@@ -189,7 +189,7 @@ def part_table(rows, part):
     return markdown(["attention", "convolution", *columns, "seeds"], lines)
 
 
-def hours_table(rows):
+def hours_table(rows, rates):
     """The number of runs of each part, and the hours that they took."""
     seconds = {
         part: [
@@ -197,6 +197,13 @@ def hours_table(rows):
         ]
         for part in PARTS
     }
+    own = importlib.import_module("verdict.language").SIZES["learning_rate"]
+    seconds["language"] += [
+        result["seconds"]
+        for found in rates.values()
+        for rate, result in found.items()
+        if rate != own
+    ]
     seconds["all"] = [each for found in seconds.values() for each in found]
     lines = [
         [part, len(found), f"{sum(found) / 3600:.1f}"]
@@ -210,7 +217,9 @@ def rates_table(rates):
     several = {name: found for name, found in rates.items() if len(found) > 1}
     columns = {
         f"{rate:g}": lambda name, found, rate=rate: (
-            f"{found[rate]:.3f}" if rate in found else "-"
+            f"{at(found[rate], ('bits_per_byte', '1024')):.3f}"
+            if rate in found
+            else "-"
         )
         for rate in sorted({rate for found in several.values() for rate in found})
     }
