@@ -11,7 +11,7 @@ SIZES = {
     "layers": 2,
     "heads": 4,
     "dim": 64,
-    "steps": 300,
+    "steps": 1200,
     "batch": 2,
     "learning_rate": 2e-3,
     "length": 4096,
