@@ -44,9 +44,11 @@ ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 ATTENTION = ".*attention"
 # Other names in the constructor's scope.
 OTHER_LOCALS = ("self", "__class__", "dtype", "name", "trainable")
-# The attention of a backbone that is given none; `docs/choosing.md` says why.
+# The attention of a backbone that is given none, and the convolution before it in an
+# `"encoder"`; `docs/choosing.md` says why. The decoder's has its own convolutions.
 DECODER_ATTENTION = "gated-delta"
-ENCODER_ATTENTION = "local:window=128"
+ENCODER_ATTENTION = "local:window=64"
+ENCODER_CONVOLUTION = 4
 # The arguments that accept a shorthand value or a dict of fields.
 OPTIONS = {
     "residual": ResidualOptions,
@@ -88,7 +90,7 @@ class EfficientTransformerBackbone(
             A layer is a template: each block gets a new layer with its configuration
             and the backbone's `dtype`. Defaults to `None`: `"gated-delta"` in decoders,
             which has no rotary positions, and in encoders, which a causal layer does
-            not suit, `"local:window=128"`, without other `positions` with rotary ones.
+            not suit, `"local:window=64"`, without other `positions` with rotary ones.
         head_dim: Width of a head. Defaults to `hidden_dim / num_heads`.
         architecture: `"decoder"` (causal, the default), `"encoder"`, or
             `"encoder_decoder"`.
@@ -106,7 +108,8 @@ class EfficientTransformerBackbone(
         recurrence: `RecurrenceOptions`, or the number of times that all blocks are
             applied with the same weights. Defaults to 1.
         convolution: Kernel size of a depthwise causal convolution before each
-            self-attention, such as 4. Defaults to `None`: no convolution.
+            self-attention, such as 4. Defaults to `None`: no convolution, but 4 in an
+            `"encoder"` without an `attention`.
         embedding: `EmbeddingOptions`, or `"tied"` (the default) or `"untied"`: whether
             the output projection of language models shares the embedding.
         use_bias: Whether dense layers, projections and layer norms have biases.
@@ -499,6 +502,8 @@ def _normalize(options):
             encoder += f",rotary_wavelength={MAX_WAVELENGTH}"
         is_encoder = options.architecture == "encoder"
         options.attention = encoder if is_encoder else DECODER_ATTENTION
+        if is_encoder and options.convolution is None:
+            options.convolution = ENCODER_CONVOLUTION
         if options.architecture == "encoder_decoder" and (
             options.encoder_attention is None
         ):

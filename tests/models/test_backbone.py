@@ -281,7 +281,7 @@ def test_the_default_attention_is_causal_only_in_decoders():
         layers = [block.attention for block in backbone.transformer_layers]
         assert [type(layer) for layer in layers] == expected
         again = EfficientTransformerBackbone.from_config(backbone.get_config())
-        assert again.get_config()["attention"] == backbone.get_config()["attention"]
+        assert again.get_config() == backbone.get_config()
     # The encoder's rotates unless the backbone has other positions.
     for positions, wavelength in (
         (None, 10_000),
@@ -293,6 +293,17 @@ def test_the_default_attention_is_causal_only_in_decoders():
         )
         attention = backbone.transformer_layers[0].attention
         assert attention.rotary_wavelength == wavelength
+    # A convolution is a part of the encoder's default, and of no attention by name.
+    for options, kernel_size in (
+        ({}, 4),
+        ({"convolution": 2}, 2),
+        ({"attention": "local:window=64"}, None),
+    ):
+        backbone = EfficientTransformerBackbone(
+            **sizes, architecture="encoder", **options
+        )
+        convolution = backbone.transformer_layers[0].convolution
+        assert getattr(convolution, "kernel_size", None) == kernel_size
 
 
 def test_attention_by_name_configuration_and_layer_are_the_same():

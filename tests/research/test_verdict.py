@@ -15,6 +15,7 @@ from keras_efficient_attn.benchmark import Comparison, Record
 from keras_efficient_attn.benchmark.report import write_json
 from keras_efficient_attn.benchmark.settings import Settings
 from keras_efficient_attn.layers.attention.registry import attention_class
+from keras_efficient_attn.models import EfficientTransformerBackbone
 from tests.autodiff import to_numpy
 from tests.registered import own_attention_names
 from verdict import both_ways, cost, depth, language, listops, models
@@ -85,6 +86,32 @@ def test_a_convolution_gives_causal_models_the_order(name, positions):
     kept = None if positions == "sinusoidal" else positions
     assert candidate.options(True, both_ways=True)["positions"] == kept
     assert candidate.options(False)["positions"] == positions
+
+
+@pytest.mark.parametrize(
+    "architecture, name", [("decoder", "gated-delta"), ("encoder", "local")]
+)
+def test_defaults_are_what_was_measured(architecture, name):
+    both_ways = architecture == "encoder"
+    sizes = {
+        "vocabulary_size": 9,
+        "num_layers": 1,
+        "num_heads": 2,
+        "hidden_dim": 4,
+        "intermediate_dim": 4,
+        "architecture": architecture,
+    }
+    measured = CANDIDATES[name].options(convolution=True, both_ways=both_ways)
+    blocks = [
+        EfficientTransformerBackbone(**sizes, **options).transformer_layers[0]
+        for options in ({}, measured)
+    ]
+    for part in ("attention", "convolution"):
+        default, wanted = (
+            layer and {**layer.get_config(), "name": None}
+            for layer in (getattr(block, part) for block in blocks)
+        )
+        assert default == wanted
 
 
 def test_codes_have_the_positions_of_their_paper():
