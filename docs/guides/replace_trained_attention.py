@@ -114,7 +114,9 @@ classifier.fit(
 ## Replace the attention
 
 The nearest 16 keys keep their exact weights; 64 learned features estimate all others. The
-original does not change.
+original does not change. They start as random features, which shows what distillation does.
+[The recipe](../conversion.md#the-recipe) is another: codes that `calibrate` sets from a few
+batches, and a wide window.
 """
 
 efficient = models.convert_backbone(
