@@ -39,6 +39,7 @@ def parse_arguments(argv):
         default=["post_norm", "pre_norm"],
         help="of the deep stacks",
     )
+    add("--positions", choices=("sinusoidal",), help="of the blocks; default: none")
     add_bytes(parser, length=256)
     parser.add_model_size(dim=48, heads=2, layers=8)
     parser.add_training(steps=250, batch=4, learning_rate=5e-3, rows="rows")
@@ -91,7 +92,7 @@ def maps(arguments):
 
 
 def blocks(arguments):
-    options = dict(positions="sinusoidal", convolution=4, embedding={"scale": False})
+    options = dict(convolution=4, positions=arguments.positions)
     shared = f"reformer:num_hashes=1,dense_length={arguments.length}"
     return {
         "softmax": ("softmax", options, None),
