@@ -11,8 +11,9 @@ grow with the context. Models with the same initial weights and batches are trai
 four ways: with the state (`cache`); with its window alone (`window`); with an empty
 state at each segment (`nothing`); and with an empty state in the first half of the
 training and the whole in the second (`cache-later`). Each is tested in the first three
-ways, in bits per byte without the first quarter of each document. Documents longer than
-in training would have code counts, and so weights, that the model has not seen.
+ways, in bits per byte without the first quarter of each document; the last column
+compares models of the same seed. Documents longer than in training would have code
+counts, and so weights, that the model has not seen.
 
 The first numbers of `--codes` and `--window` are those of a model; each further one
 replaces its own. `--no-gradient` adds a model whose values do not learn from queries
@@ -83,16 +84,21 @@ def main(arguments):
 
     header = ["codes", "window", "gradient", "trained with"]
     header += [f"tested with {kept}" for kept in KEPT]
+    header.append(f"cache, less that of {arguments.trained[0]}")
     rows = []
     for each in configurations(arguments):
         options = [each.codes, each.window, "yes" if each.gradient else "no"]
+        first = None
         for trained in arguments.trained:
             measured = []
             for seed in arguments.seeds:
                 print(*options, trained, f"seed {seed}", flush=True)
                 measured.append(bits_per_byte(trained, seed, each))
             cells = [mean_and_spread(x, 3) for x in zip(*measured, strict=True)]
-            rows.append([*options, trained, *cells])
+            with_cache = [bits[0] for bits in measured]
+            first = first or with_cache
+            differences = [a - b for a, b in zip(with_cache, first, strict=True)]
+            rows.append([*options, trained, *cells, mean_and_spread(differences, 3)])
     show(header, rows, arguments)
 
 

@@ -105,15 +105,19 @@ def test_a_tiny_run(tmp_path, printed_table):
     options = ["--trained", "nothing", "cache-later", "--codes", "4", "2"]
     assert vq_recurrence.main([*SMALL.split(), *options, "--text", str(path)]) == 0
     header, *rows = printed_table()
-    assert header[-3:] == [f"tested with {kept}" for kept in training.KEPT]
+    assert header[-4:-1] == [f"tested with {kept}" for kept in training.KEPT]
     assert [row[:4] for row in rows] == [
         [codes, "3", "yes", trained]
         for codes in ("4", "2")
         for trained in ("nothing", "cache-later")
     ]
     # Random weights guess one of 256 bytes.
-    cells = [float(cell) for row in rows for cell in row[4:]]
+    cells = [float(cell) for row in rows for cell in row[4:-1]]
     assert all(abs(cell - math.log2(256)) < 1 for cell in cells)
+    for nothing, later in (rows[:2], rows[2:]):
+        difference = float(later[4]) - float(nothing[4])
+        assert float(later[-1]) == pytest.approx(difference, abs=2e-3)
+        assert float(nothing[-1]) == 0
 
 
 def test_the_ways_to_train_are_those_of_the_script():
