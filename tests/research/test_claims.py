@@ -223,6 +223,10 @@ def test_spans(text, run):
         ("sparse", ["full (softmax)", "fixed, interleaved"]),
         ("maps", ["elu + 1", "elu + 1, keys of twice the width"]),
         ("blocks", ["softmax", "one projection for queries and keys"]),
+        (
+            "blocks --positions sinusoidal",
+            ["softmax", "one projection for queries and keys"],
+        ),
     ],
 )
 def test_variants(claim, names, text, run):
