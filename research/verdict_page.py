@@ -423,8 +423,9 @@ def draw(rows, costs, path):
     for number, (name, (x, y)) in enumerate(best_first, 1):
         color = GREY if name == "softmax" else BLUE
         label = f"{number}  {name}"
-        axes.plot(x, y, "o", color=color, markersize=14, label=label)
-        style = dict(ha="center", va="center", color="white", fontsize=8)
+        marker = dict(color=color, markersize=12, markeredgecolor="white")
+        axes.plot(x, y, "o", label=label, **marker)
+        style = dict(ha="center", va="center", color="white", fontsize=7)
         axes.annotate(str(number), (x, y), **style)
     axes.set_xscale("log")
     axes.set_yscale("log")
