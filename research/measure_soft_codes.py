@@ -55,7 +55,6 @@ def make_model(attention, arguments):
             4 * arguments.dim,
             attention=attention,
             positions="sinusoidal",
-            embedding={"scale": False},
         )
     )
 
