@@ -41,7 +41,7 @@ GPU_PACKAGES = $(abspath $(VENV)-gpu)
 train: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/train_byte_lm.py --backend $(TRAIN_BACKEND) $(ARGS)
 
-# The byte model that examples/distill_byte_lm.py converts, kept in runs/teacher.
+# The byte model that examples/distill_byte_lm.py converts, kept in runs/teacher/seed-0.
 train-teacher: $(TRAIN_SETUP)
 	$(VENV)/bin/python examples/distill_byte_lm.py --only-teacher \
 	    --backend $(TRAIN_BACKEND) $(ARGS)

@@ -21,7 +21,7 @@ from keras_efficient_attn.layers.attention.registry import parse_attention
 from keras_efficient_attn.models import convert_backbone, distill, swap_report
 from keras_efficient_attn.models.conversion.report import PATHS as PATHS_ALONE
 from keras_efficient_attn.models.conversion.report import WHOLE
-from tables import show
+from tables import mean_and_spread
 
 PATHS = {WHOLE: lambda sites: contextlib.nullcontext(), **PATHS_ALONE}
 
@@ -42,7 +42,18 @@ def check(arguments):
 
 
 def run(arguments, splits, teacher):
-    """Converts, distils, measures, prints and saves."""
+    """Converts, distils, measures, prints and saves.
+
+    Args:
+        arguments: The parsed arguments, with the `seed` and folders of this run.
+        splits: From `byte_lm.data.load_splits`.
+        teacher: A `keras_hub.models.LlamaCausalLM`.
+
+    Returns:
+        What `result.json` has: the `lengths` of windows, and the `rows` of the teacher
+        and the student, lists of the bits per byte at each length and of the generated
+        bytes that agree.
+    """
     keras.utils.set_random_seed(arguments.seed)
     backbone = convert(teacher.backbone, splits, arguments)
     student = keras_hub.models.LlamaCausalLM(backbone, preprocessor=None)
@@ -61,12 +72,6 @@ def run(arguments, splits, teacher):
         f"{steps / arguments.steps:.1%} of the teacher's {arguments.steps}, in "
         f"{seconds:.0f} s\n"
     )
-    heading = ["bits per byte at", *(f"{n:,}" for n in lengths), "bytes that agree"]
-    table = [
-        [name, *("-" if value is None else f"{value:.3f}" for value in values)]
-        for name, values in rows_of.items()
-    ]
-    show(heading, table, arguments)
     inputs = data.model_inputs(prompts)
     print(f"\n{swap_report(teacher, student, inputs)}", flush=True)
     times = generation_times(teacher, student, arguments.time_lengths)
@@ -75,6 +80,32 @@ def run(arguments, splits, teacher):
     plot(arguments.out / "result.png", lengths, rows_of)
     student.save(arguments.out / "student.keras")
     print(f"\nwrote student.keras, result.json and result.png in {arguments.out}")
+    return result
+
+
+def table(results):
+    """Header and rows: means over the results of `run`, and standard deviations.
+
+    Bits per byte beyond the teacher's are paired by seed: teachers differ more.
+    """
+    lengths = results[0]["lengths"]
+    header = [
+        "bits per byte at",
+        *(f"{n:,}" for n in lengths),
+        *(f"beyond the teacher at {n:,}" for n in lengths),
+        "bytes that agree",
+    ]
+    lines = []
+    for name in results[0]["rows"]:
+        found = []
+        for rows in (result["rows"] for result in results):
+            *bits, agreed = rows[name]
+            beyond = [x - y for x, y in zip(bits, rows["teacher"], strict=False)]
+            found.append([*bits, *beyond, agreed])
+        columns = zip(*found, strict=True)
+        cells = ("-" if None in x else mean_and_spread(x, 3) for x in columns)
+        lines.append([name, *cells])
+    return header, lines
 
 
 def random_rows(text, arguments):

@@ -11,9 +11,8 @@ from command_line import UsageError
 
 NUM_BYTES = 256
 FILE, RECORD = "teacher.keras", "teacher.json"
-# The arguments that make the teacher; `--text` besides.
-ARGUMENTS = ("length", "steps", "dim", "layers", "heads")
-ARGUMENTS += ("batch", "learning_rate", "seed")
+# The arguments that make a teacher; `--text` besides.
+ARGUMENTS = ("length", "steps", "dim", "layers", "heads", "batch", "learning_rate")
 
 
 def load_or_train(arguments, splits):
