@@ -196,5 +196,5 @@ attention needs memory that grows with the square of the length.
 
 To see what another layer does with the same documents, add it to `CLASSIFIERS`, such as
 `"sparse:stride=64"`. The column of packages in [Choosing a layer](../choosing.md) has the
-accuracy of some of them in a similar task.
+accuracy of most layers in a similar task.
 """
